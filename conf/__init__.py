@@ -1,0 +1,1 @@
+"""Hydra configuration files; schemas are in eagle3/config.py."""

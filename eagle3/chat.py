@@ -1,0 +1,112 @@
+"""Messages -> token ids and loss mask, as the server sees them.
+
+The loss mask is 1 on exactly the tokens the target would generate: an assistant turn and its
+end-of-turn token. It is found by rendering the chat template before and after each assistant turn,
+never from hard-coded markers. Every assistant turn is tokenised apart from the text before it,
+because that is what happens live: the prompt is tokenised, then the model adds tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3.records import Message, Record, RowError
+
+
+@dataclass(kw_only=True, slots=True)
+class Encoded:
+    """Token ids and, per token, 1 where the target generated it."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+class ChatEncoder:
+    """Encodes with one tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
+        self.special_ids = set(tokenizer.all_special_ids)
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids of a prompt, ending where the assistant starts to speak."""
+        return self._ids(self._render(messages, tools, generate=True))
+
+    def encode(self, record: Record) -> list[Encoded]:
+        """All samples of a record.
+
+        One sample per conversation; where the template rewrites earlier turns (it drops their
+        reasoning, say), one per assistant turn, each rendered as it was when that turn was generated.
+
+        Raises:
+            RowError: no assistant turn, or the template does not render it faithfully.
+        """
+        if record.input_ids is not None and record.loss_mask is not None:
+            return [Encoded(input_ids=record.input_ids, loss_mask=record.loss_mask)]
+        if record.output_ids is not None:
+            prompt = self.prompt(record.prompt, record.tools)
+            mask = [0] * len(prompt) + [1] * len(record.output_ids)
+            return [Encoded(input_ids=prompt + record.output_ids, loss_mask=mask)]
+        turns = [i for i, m in enumerate(record.messages) if m["role"] == "assistant"]
+        if not turns:
+            raise RowError("no assistant turn")
+        whole = self._conversation(record, turns)
+        if whole is not None:
+            return [whole]
+        singles = [
+            self._conversation(record, turns[: n + 1], only_last=True) for n in range(len(turns))
+        ]
+        if None in singles:
+            raise RowError("the template does not render the assistant's turn after its prompt")
+        return [s for s in singles if s is not None]
+
+    def _conversation(
+        self, record: Record, turns: list[int], only_last: bool = False
+    ) -> Encoded | None:
+        """Encode up to the last of `turns`, or None if an earlier rendering is not a prefix of it."""
+        text = self._render(record.messages[: turns[-1] + 1], record.tools)
+        ids: list[int] = []
+        mask: list[int] = []
+        done = 0
+        for turn in turns[-1:] if only_last else turns:
+            before = self._render(record.messages[:turn], record.tools, generate=True)
+            after = self._render(record.messages[: turn + 1], record.tools)
+            if not (text.startswith(before) and text.startswith(after)):
+                return None
+            said = text[len(before) : len(after)]
+            if record.messages[turn]["content"].strip() not in said:
+                raise RowError("the template changes the assistant's text")
+            prompt_ids, said_ids = self._ids(text[done : len(before)]), self._ids(said)
+            num_said = self._end_of_turn(said_ids)
+            ids += prompt_ids + said_ids
+            mask += [0] * len(prompt_ids) + [1] * num_said + [0] * (len(said_ids) - num_said)
+            done = len(after)
+        return Encoded(input_ids=ids, loss_mask=mask)
+
+    def _end_of_turn(self, ids: list[int]) -> int:
+        """Number of tokens up to and including the turn's last special token."""
+        for position in range(len(ids) - 1, -1, -1):
+            if ids[position] in self.special_ids:
+                return position + 1
+        raise RowError("the template renders no end-of-turn token")
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, generate: bool = False
+    ) -> str:
+        import jinja2
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self.template_kwargs,
+            )
+        except jinja2.TemplateError as error:
+            raise RowError("the chat template rejects the conversation") from error
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,338 @@
+"""Configuration: dataclass schemas, and the one place where Hydra's DictConfig becomes dataclasses.
+
+All commands share one schema, so that an experiment file describes a whole run, prompts to report, and
+every command checks all of it before anything starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from eagle3.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetConfig:
+    """The served language model."""
+
+    path: str = MISSING
+    """Hub id or local folder."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    aux_layers: list[int] | None = None
+    """Canonical ids (indices into output_hidden_states); default 2, n // 2, n - 3."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, enable_thinking for example."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerConfig:
+    """How to get a server: start one, or use one by URL."""
+
+    url: str | None = None
+    """A running server; for extraction it must have been started for `spool`."""
+    api_key: str | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """None takes a free one."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """SGLang flags (underscores), for every server this run starts."""
+    env: dict[str, str] = field(default_factory=dict)
+    backends: list[str] = field(default_factory=list)
+    """Attention backends to try in order; empty leaves the choice to SGLang."""
+    deadline_s: float = 900.0
+    memory_gb: float | None = None
+    """Resident memory of any one server process."""
+    stall_s: float | None = None
+    """Longest silence in the log while starting."""
+    timeout_s: float = 600.0
+    """One request."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """What to train on."""
+
+    prompts: str | None = None
+    """For `respond`: JSONL, JSON, Parquet or hub id[:subset] with prompts or conversations."""
+    conversations: list[str] = field(default_factory=list)
+    """For `extract`: more files with answers, beside what `respond` wrote."""
+    split: str = "train"
+    limit: int | None = None
+    """Rows taken from each source."""
+    max_length: int = 4096
+    """Longer samples are skipped and counted, never cut."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RespondConfig:
+    """How the target answers the prompts."""
+
+    concurrency: int = 16
+    max_new_tokens: int = 2048
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples_per_prompt: int = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class CodecConfig:
+    """How hidden states are kept; see eagle3/store/codecs.py."""
+
+    name: str = "bf16"
+
+
+@dataclass(kw_only=True, slots=True)
+class ExtractConfig:
+    """Capture of hidden states."""
+
+    concurrency: int = 8
+    spool: str | None = None
+    """Default: a folder of this run under /dev/shm."""
+    spool_bytes: int = 4 << 30
+    """Most bytes that finished or running captures may take up there."""
+    shard_bytes: int = 1 << 30
+    max_bytes: int | None = None
+    """Refuse to start if the store would be larger."""
+    max_rejected: float = 0.01
+    """Share of samples that may fail verification before the run is aborted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftConfig:
+    """Shape of the drafter; what is None follows the target."""
+
+    vocab_size: int = 32000
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay to `min_lr_ratio * lr`."""
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.03
+    min_lr_ratio: float = 0.05
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """The training loop."""
+
+    max_steps: int | None = None
+    """Optimizer steps; exclusive with epochs."""
+    epochs: float | None = None
+    tokens_per_batch: int = 16384
+    """Rows of a packed micro-batch of one rank."""
+    accumulation: int = 1
+    ttt_steps: int = 7
+    step_decay: float = 0.8
+    """Weight of TTT step k is step_decay ** k."""
+    validation_ratio: float = 0.05
+    log_every: int = 10
+    validate_every: int = 200
+    save_every: int = 200
+    keep_checkpoints: int = 2
+    resume: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """Which formats to write besides SGLang's."""
+
+    speculators: bool = True
+    dtype: str = "bfloat16"
+    checkpoint: str = "last"
+    """"last", "best" (validation accept length) or a step number."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BenchmarkConfig:
+    """One set of held-out prompts."""
+
+    path: str = MISSING
+    split: str = "test"
+    limit: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """The live comparison."""
+
+    concurrency: list[int] = field(default_factory=lambda: [1])
+    max_new_tokens: int = 256
+    num_steps: int = 3
+    """Drafts per verify step (a chain: topk 1, num_steps + 1 draft tokens)."""
+    warmup: int = 2
+    """Requests before measuring starts."""
+    offline: bool = True
+    require_identical: bool = False
+    """Exit non-zero unless every greedy output is the same with and without the drafter."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggerConfig:
+    """Metrics always go to metrics.jsonl; wandb is offline unless a key is set."""
+
+    wandb: bool = True
+    project: str = "eagle3"
+    group: str | None = None
+    mode: str | None = None
+    """online, offline or disabled; default online with WANDB_API_KEY set, else offline."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    run_name: str = MISSING
+    """Names the folder under runs_dir, and the wandb group."""
+    runs_dir: str = "runs"
+    seed: int = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    respond: RespondConfig = field(default_factory=RespondConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Passed to DeepSpeed as it is, but for what `train` and `optimizer` decide."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    benchmark: dict[str, BenchmarkConfig] = field(default_factory=dict)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    train_dir: str | None = None
+    """Checkpoints and metrics; default <run>/train. A sweep gives each job its own."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.run_name
+
+    @property
+    def responses_dir(self) -> Path:
+        return self.run_dir / "responses"
+
+    @property
+    def store_dir(self) -> Path:
+        return self.run_dir / "store"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return Path(self.train_dir) if self.train_dir else self.run_dir / "train"
+
+    @property
+    def drafter_dir(self) -> Path:
+        return self.run_dir / "drafter"
+
+    @property
+    def eval_dir(self) -> Path:
+        return self.run_dir / "eval"
+
+    def resolved(self) -> dict[str, Any]:
+        """For manifests, without what must stay secret."""
+        data = asdict(self)
+        if data["server"]["api_key"]:
+            data["server"]["api_key"] = "***"
+        return data
+
+
+def from_dict_config(composed: DictConfig) -> Config:
+    """Resolve and check a composed configuration.
+
+    Raises:
+        UserError: a required value is missing or a value does not fit; names the key.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        missing = OmegaConf.missing_keys(composed)
+        if missing:
+            raise UserError(f"required configuration values are missing: {sorted(missing)}")
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration: {error}") from error
+    assert isinstance(config, Config)
+    return config
+
+
+def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
+    """Make a `main()` of a function of a Config: compose conf/<name>.yaml, check, log, call.
+
+    Exit status: 0 done, 2 a user's mistake (told in one message), 1 anything else (with traceback).
+    """
+
+    def decorate(run: Callable[[Config], None]) -> Callable[[], None]:
+        def main() -> None:
+            import hydra
+            from hydra.core.config_store import ConfigStore
+
+            from eagle3 import logging as console
+
+            console.setup()
+            ConfigStore.instance().store(name="schema", node=Config)
+            started = False
+
+            def task(composed: DictConfig) -> None:
+                nonlocal started
+                started = True
+                with _user_errors():
+                    config = from_dict_config(composed)
+                    with recorded(name, config):
+                        run(config)
+
+            folder = Path(__file__).resolve().parents[1] / "conf"
+            try:
+                hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(task)()
+            except SystemExit as stop:
+                # Hydra reports a bad override or group itself, with status 1
+                if stop.code == 1 and not started:
+                    raise SystemExit(2) from None
+                raise
+
+        return main
+
+    return decorate
+
+
+def recorded(name: str, config: Config) -> AbstractContextManager[None]:
+    """Record the command's time and memory in <run>/usage.json, on rank 0."""
+    from eagle3 import logging as console
+    from eagle3 import usage
+
+    if console.rank() != 0 or config.train_dir is not None:  # a sweep's jobs share one run folder
+        return nullcontext()
+    return usage.recorded(name, config.run_dir / "usage.json")
+
+
+class _user_errors:
+    """Turns a UserError into one message on stderr and exit status 2."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UserError):
+            sys.stderr.write(f"error: {error}\n")
+            raise SystemExit(2) from None

@@ -1,0 +1,80 @@
+"""manifest.json: what an output folder is, what made it, and what the next stage must match."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3 import provenance
+from eagle3.errors import UserError
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(kw_only=True, slots=True)
+class Manifest:
+    """Contents of manifest.json.
+
+    `kind` says what the folder is (responses, store, checkpoints, drafter, eval). `match` holds the
+    facts that a later stage, or the same stage resuming, must agree with; everything else is record.
+    """
+
+    kind: str
+    match: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=provenance.versions)
+    git_commit: str = field(default_factory=provenance.git_commit)
+    format: int = FORMAT
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / NAME, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path, kind: str) -> Manifest:
+        """Read a folder's manifest.
+
+        Raises:
+            UserError: there is none, it is another kind of folder, or another format version.
+        """
+        path = folder / NAME
+        if not path.exists():
+            raise UserError(f"{folder} has no {NAME}: it is not a finished {kind} folder")
+        data = json.loads(path.read_text())
+        if data.get("format") != FORMAT:
+            raise UserError(f"{path} has format {data.get('format')}; this version reads {FORMAT}")
+        if data["kind"] != kind:
+            raise UserError(f"{folder} holds {data['kind']!r}, expected {kind!r}")
+        return cls(**data)
+
+    def hash(self) -> str:
+        """Identity of this folder for the manifests of the stages that read it."""
+        return provenance.hash_json({"kind": self.kind, "match": self.match, "facts": self.facts})
+
+
+def require_match(wanted: dict[str, Any], found: dict[str, Any], where: str, remedy: str) -> None:
+    """Raise UserError naming every key on which two `match` dicts differ.
+
+    Only keys present in both are compared: a stage states what it depends on.
+    """
+    differing = [k for k in wanted if k in found and wanted[k] != found[k]]
+    if differing:
+        lines = [f"  {k}: configured {wanted[k]!r}, found {found[k]!r}" for k in differing]
+        raise UserError("\n".join([f"{where} does not match:", *lines, remedy]))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON to a temporary name beside `path`, sync, rename: never half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

@@ -1,0 +1,100 @@
+"""Metrics go to a JSON Lines file and, if wanted, to wandb; more trackers are siblings of these."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Tracker(Protocol):
+    """Receives metrics by step."""
+
+    def log(self, step: int, values: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one object a line with `step`. On resume, lines after `step` are dropped."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if line["step"] <= resume_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.rename(path)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        return None
+
+
+class Wandb:
+    """A wandb run whose id is kept beside the metrics, so that a resumed run stays one run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        group: str | None,
+        name: str,
+        mode: str | None,
+        config: dict[str, Any],
+        job_type: str = "train",
+    ) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / f"wandb-{job_type}-id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        mode = mode or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self.run = wandb.init(
+            project=project,
+            group=group,
+            name=name,
+            id=id_file.read_text(),
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            dir=str(folder),
+            config=config,
+            job_type=job_type,
+            settings=wandb.Settings(silent=True),
+        )
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Metrics:
+    """Every value to every tracker. Only rank 0 has trackers; the others call it all the same."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self.trackers = trackers
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a metrics file; a torn last line is dropped."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]

@@ -1,0 +1,1 @@
+"""Start, watch, stop and talk to SGLang servers."""

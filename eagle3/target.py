@@ -1,0 +1,164 @@
+"""The target model's files: config, tokenizer, and the few tensors a drafter needs from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3 import layers, provenance
+from eagle3.errors import UserError
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+@dataclass(kw_only=True)
+class Target:
+    """A target model on disk; nothing is loaded until it is asked for.
+
+    `folder` is a local folder in Hugging Face's layout with safetensors weights.
+    """
+
+    folder: Path
+    trust_remote_code: bool = False
+
+    @classmethod
+    def resolve(
+        cls, path: str, revision: str | None = None, trust_remote_code: bool = False
+    ) -> Target:
+        """Find a local folder, or fetch a hub id (through the hub's own cache).
+
+        Raises:
+            UserError: neither is to be had.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = _from_hub(path, revision)
+        if not (folder / "config.json").exists():
+            raise UserError(f"target.path={path}: {folder} has no config.json")
+        return cls(folder=folder, trust_remote_code=trust_remote_code)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The language model's part of config.json (multi-modal models nest it)."""
+        data = json.loads((self.folder / "config.json").read_text())
+        return {**data, **data.get("text_config", {}), "architectures": data["architectures"]}
+
+    @property
+    def architecture(self) -> str:
+        return self.config["architectures"][0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config["hidden_size"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config["vocab_size"]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config["num_hidden_layers"]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def eos_ids(self) -> list[int]:
+        """Ids that end a turn: generation_config.json's, else config.json's."""
+        path = self.folder / "generation_config.json"
+        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found = found if found is not None else self.config.get("eos_token_id", [])
+        return list(found) if isinstance(found, list) else [found]
+
+    def embeddings(self) -> Tensor:
+        """Input embeddings [vocab_size, hidden_size], in the checkpoint's dtype."""
+        return self._tensor(EMBEDDING_NAMES)
+
+    def lm_head(self) -> Tensor:
+        """Output projection [vocab_size, hidden_size]; the embeddings where they are tied."""
+        return self._tensor(LM_HEAD_NAMES + EMBEDDING_NAMES)
+
+    def identity(self) -> dict[str, Any]:
+        """What a later stage must find again: architecture, sizes, weights and template hashes.
+
+        The weights are identified by the safetensors headers and file sizes plus the embedding's
+        first rows: reading hundreds of GB to hash them would cost more than it protects.
+        """
+        return {
+            "architecture": self.architecture,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+            "weights": self._weights_hash(),
+            "tokenizer": self._tokenizer_hash(),
+        }
+
+    def aux_layers(self, configured: list[int] | None) -> list[int]:
+        """The configured canonical layer ids, or the defaults, checked against the depth."""
+        ids = configured if configured is not None else layers.default(self.num_layers)
+        layers.check(ids, self.num_layers)
+        return ids
+
+    def _weight_files(self) -> dict[str, Path]:
+        """Tensor name -> file that holds it."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            names = json.loads(index.read_text())["weight_map"]
+            return {name: self.folder / file for name, file in names.items()}
+        single = self.folder / "model.safetensors"
+        if not single.exists():
+            raise UserError(f"{self.folder} holds no model.safetensors; convert the weights first")
+        from safetensors import safe_open
+
+        with safe_open(single, "pt") as file:
+            return {name: single for name in file.keys()}  # noqa: SIM118
+
+    def _tensor(self, names: tuple[str, ...]) -> Tensor:
+        from safetensors import safe_open
+
+        files = self._weight_files()
+        for name in names:
+            if name in files:
+                with safe_open(files[name], "pt") as file:
+                    return file.get_tensor(name)
+        raise UserError(f"{self.folder} holds none of {list(names)}")
+
+    def _weights_hash(self) -> str:
+        files = sorted(set(self._weight_files().values()))
+        embeddings = self.embeddings()
+        head = embeddings[:4096].contiguous().view(torch.uint8).numpy().tobytes()
+        sizes = [[file.name, file.stat().st_size] for file in files]
+        return provenance.hash_json([sizes, hashlib.sha256(head).hexdigest()])
+
+    def _tokenizer_hash(self) -> str:
+        names = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
+        present = [self.folder / n for n in names if (self.folder / n).exists()]
+        return provenance.hash_json([[p.name, provenance.hash_file(p)] for p in present])
+
+
+def _from_hub(path: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"target.path={path} is neither a local folder nor a model the hub gives us "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,59 @@
+"""What a command costs: its time, and the peak memory of it and all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from eagle3.manifest import write_json
+
+PERIOD_S = 2.0
+
+
+@contextlib.contextmanager
+def recorded(name: str, path: Path) -> Iterator[None]:
+    """Add {name: {seconds, peak_memory_gb}} to the JSON file at `path` when the block succeeds.
+
+    Memory is the proportional set size summed over the process tree, so that what processes share
+    counts once; it is sampled every PERIOD_S seconds.
+    """
+    stop = threading.Event()
+    peak = 0.0
+
+    def sample() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, tree_memory_gb())
+            if stop.wait(PERIOD_S):
+                return
+
+    start = time.monotonic()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    usage = json.loads(path.read_text()) if path.exists() else {}
+    usage[name] = {
+        "seconds": round(time.monotonic() - start, 1),
+        "peak_memory_gb": round(peak, 2),
+    }
+    write_json(path, usage)
+
+
+def tree_memory_gb() -> float:
+    """Memory of this process and its descendants, in GB (10^9 bytes)."""
+    me = psutil.Process()
+    total = 0
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += process.memory_full_info().pss
+    return total / 1e9

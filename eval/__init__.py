@@ -1,0 +1,1 @@
+"""Drafter + live server -> report."""

@@ -1,0 +1,45 @@
+"""Held-out prompts as token ids."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from eagle3.chat import ChatEncoder
+from eagle3.config import BenchmarkConfig, Config
+from eagle3.errors import UserError
+from eagle3.records import read
+from eagle3.target import Target
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One prompt, rendered and tokenised as the server would."""
+
+    id: str
+    input_ids: list[int]
+
+
+def load(config: Config, target: Target) -> dict[str, list[Prompt]]:
+    """Prompts of every benchmark of the run, by name.
+
+    Raises:
+        UserError: no benchmark is configured, or one has no usable prompt.
+    """
+    if not config.benchmark:
+        raise UserError("no benchmark is configured: set benchmark.<name>.path")
+    encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
+    return {
+        name: _prompts(name, benchmark, encoder) for name, benchmark in config.benchmark.items()
+    }
+
+
+def _prompts(name: str, benchmark: BenchmarkConfig, encoder: ChatEncoder) -> list[Prompt]:
+    records, skipped = read(benchmark.path, benchmark.split, benchmark.limit)
+    if skipped:
+        log.warning("benchmark %s: skipped rows %s", name, dict(skipped))
+    return [
+        Prompt(id=r.id, input_ids=encoder.prompt(r.prompt, r.tools)) for r in records if r.messages
+    ]

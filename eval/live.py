@@ -1,0 +1,214 @@
+"""The proof: plain and EAGLE-3 server on the same held-out prompts.
+
+`python -m eval.live experiment=<name>` starts the target without and with the exported drafter (no
+capture plugin in either), answers every benchmark at every concurrency greedily, and writes
+<run>/eval/results.json, report.md and plots. Prefix caching is off, so that no run profits from the one
+before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from eagle3 import export as formats
+from eagle3 import provenance
+from eagle3.config import Config, command
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest, require_match, write_json
+from eagle3.metrics import Wandb
+from eagle3.serving.from_config import get_server
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from eval import benchmarks, report
+from eval.baseline import Bigram
+from eval.benchmarks import Prompt
+from eval.measure import Run, histograms, measure
+from eval.offline import offline
+from eval.stats import acceptance
+
+log = logging.getLogger(__name__)
+Runs = dict[tuple[str, int], Run]
+
+
+def speculative_args(config: Config) -> dict[str, Any]:
+    """SGLang flags that serve the run's drafter as a chain."""
+    return {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(config.drafter_dir),
+        "speculative_num_steps": config.eval.num_steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": config.eval.num_steps + 1,
+    }
+
+
+def run_server(
+    config: Config, target: Target, prompts: dict[str, list[Prompt]], speculative: bool
+) -> tuple[Runs, dict[str, Any]]:
+    """Answer everything on one server; returns the runs and the settings it reports to be in force."""
+    name = "speculative" if speculative else "plain"
+    args = {"disable_radix_cache": True, **(speculative_args(config) if speculative else {})}
+    log_file = config.run_dir / "logs" / f"eval-{name}-server.log"
+    runs: Runs = {}
+    with get_server(config.server, target.folder, log_file, args=args) as server:
+        info = server.client.info()
+        settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
+            k: info.get(k) for k in ("attention_backend", "dtype", "disable_radix_cache", "tp_size")
+        }
+        _require_settings(settings, args)
+        for benchmark, items in prompts.items():
+            for concurrency in config.eval.concurrency:
+                run = measure(
+                    server.client, items, config.eval.max_new_tokens, concurrency, config.eval.warmup
+                )
+                if speculative:
+                    run.histograms = histograms(run, config.eval.num_steps)
+                runs[benchmark, concurrency] = run
+                log.info("%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"])
+    return runs, settings
+
+
+def _require_settings(found: dict[str, Any], args: dict[str, Any]) -> None:
+    """The server must run with what we asked for: it changes some settings by itself."""
+    differing = {k: (v, found[k]) for k, v in args.items() if k in found and found[k] != v}
+    if differing:
+        raise UserError(f"the server changed its settings (asked, in force): {differing}")
+
+
+def compare(plain: Run, speculative: Run, bigram: Bigram | None, num_steps: int) -> dict[str, Any]:
+    """Figures of one benchmark at one concurrency."""
+    live = acceptance(speculative.histograms)
+    pairs = list(zip(plain.answers, speculative.answers, strict=True))
+    identical = sum(a.output_ids == b.output_ids for a, b in pairs)
+    speeds = {"plain": plain.speed(), "speculative": speculative.speed()}
+    figures = {
+        "step0_acceptance": {"value": live.step0, "ci95": live.step0_ci95},
+        "acceptance_per_step": live.marginal,
+        "conditional_per_step": live.conditional,
+        "accept_length": live.accept_length,
+        "accept_length_ci95": live.accept_length_ci95,
+        "verify_steps": live.verify_steps,
+        "tok_s": {k: v["tok_s"] for k, v in speeds.items()},
+        "tok_s_per_request": {k: v["tok_s_per_request"] for k, v in speeds.items()},
+        "cached_tokens": {k: v["cached_tokens"] for k, v in speeds.items()},
+        "speedup": speeds["speculative"]["tok_s"] / speeds["plain"]["tok_s"],
+        "identical_outputs": identical / len(pairs),
+        "prompts": len(pairs),
+        "output_tokens": speculative.tokens,
+        "concurrency": speculative.concurrency,
+    }
+    if bigram is not None:
+        outputs = [a.output_ids for a in plain.answers]
+        base = acceptance([bigram.histogram(ids, num_steps) for ids in outputs])
+        figures["bigram"] = {
+            "step0_acceptance": base.step0,
+            "acceptance_per_step": base.marginal,
+            "accept_length": base.accept_length,
+        }
+    return figures
+
+
+def _bigram(config: Config) -> Bigram | None:
+    """Fitted on the generated text the drafter was trained on, if the store is at hand."""
+    if not config.store_dir.exists():
+        return None
+    reader = StoreReader(config.store_dir)
+    held_out = set(Manifest.load(config.drafter_dir, formats.KIND).facts["validation_samples"])
+    texts = []
+    for number in range(len(reader)):
+        if number not in held_out:
+            ids, mask = reader.tokens(number)
+            texts.append(ids[mask].tolist())
+    return Bigram(texts)
+
+
+def evaluate(config: Config) -> dict[str, Any]:
+    """The whole stage; returns what results.json holds."""
+    target = Target.resolve(
+        config.target.path, config.target.revision, config.target.trust_remote_code
+    )
+    manifest = Manifest.load(config.drafter_dir, formats.KIND)
+    require_match(
+        {"target": target.identity()}, manifest.match, f"{config.drafter_dir}",
+        "Evaluate a drafter on the target it was trained for.",
+    )  # fmt: skip
+    if found := formats.problems(config.drafter_dir):
+        raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
+    prompts = benchmarks.load(config, target)
+    predicted = offline(config) if config.eval.offline else None
+    plain, plain_settings = run_server(config, target, prompts, speculative=False)
+    speculative, settings = run_server(config, target, prompts, speculative=True)
+    bigram = _bigram(config)
+    table = {
+        name: {
+            str(c): compare(plain[name, c], speculative[name, c], bigram, config.eval.num_steps)
+            for c in config.eval.concurrency
+        }
+        for name in prompts
+    }
+    first = next(iter(table.values()))[str(config.eval.concurrency[0])]
+    results = {
+        **first,
+        "offline_step0_acceptance": predicted and predicted["step0"],
+        "offline": predicted,
+        "benchmarks": table,
+        "versions": provenance.versions(),
+        "git_commit": provenance.git_commit(),
+        "machine": provenance.machine(),
+        "settings": {
+            "plain": plain_settings,
+            "speculative": settings,
+            "eval": config.resolved()["eval"],
+            "max_new_tokens": config.eval.max_new_tokens,
+            "temperature": 0,
+        },
+    }
+    write_json(config.eval_dir / "results.json", results)
+    Manifest(
+        kind="eval",
+        match={"target": target.identity()},
+        config=config.resolved(),
+        inputs={"drafter": manifest.hash()},
+    ).save(config.eval_dir)
+    _log_to_wandb(config, results)
+    return results
+
+
+def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
+    if not config.logger.wandb:
+        return
+    import wandb
+
+    tracker = Wandb(
+        config.eval_dir,
+        project=config.logger.project,
+        group=config.logger.group,
+        name=f"{config.run_name}-eval",
+        mode=config.logger.mode,
+        config=config.resolved(),
+        job_type="eval",
+    )
+    table = wandb.Table(columns=report.COLUMNS, data=report.rows(results))
+    tracker.log(0, {"eval/benchmarks": table, "eval/step0": results["step0_acceptance"]["value"]})
+    tracker.close()
+
+
+@command("eval")
+def main(config: Config) -> None:
+    results = evaluate(config)
+    path: Path = report.write(config.run_dir)
+    sys.stdout.write(report.summary(results) + f"\nreport: {path}\n")
+    if config.eval.require_identical:
+        for name, runs in results["benchmarks"].items():
+            for concurrency, figures in runs.items():
+                if figures["identical_outputs"] < 1:
+                    raise RuntimeError(
+                        f"{name} at concurrency {concurrency}: only "
+                        f"{figures['identical_outputs']:.1%} of outputs are identical"
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Run prompts against one server and keep what is needed for every figure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3 import logging as console
+from eagle3.serving.client import Answer, Client, in_order
+from eval.benchmarks import Prompt
+
+HISTOGRAM = "spec_correct_drafts_histogram"
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """Answers to a list of prompts, in their order, at one concurrency.
+
+    seconds: wall time of all requests together.
+    """
+
+    answers: list[Answer]
+    seconds: float
+    concurrency: int
+    histograms: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(a.output_ids) for a in self.answers)
+
+    def speed(self) -> dict[str, float]:
+        """tok_s: generated tokens per second of all requests together; tok_s_per_request: mean over
+        requests of their own; cached_tokens: prompt tokens the server did not compute."""
+        own = [len(a.output_ids) / a.latency_s for a in self.answers]
+        return {
+            "tok_s": self.tokens / self.seconds,
+            "tok_s_per_request": sum(own) / len(own),
+            "cached_tokens": sum(a.meta.get("cached_tokens", 0) for a in self.answers),
+        }
+
+
+def sampling(max_new_tokens: int) -> dict[str, Any]:
+    """Greedy decoding: acceptance and identity of outputs are defined for it."""
+    return {"temperature": 0, "max_new_tokens": max_new_tokens}
+
+
+def measure(
+    client: Client, prompts: list[Prompt], max_new_tokens: int, concurrency: int, warmup: int
+) -> Run:
+    """Warm up on the first prompts, unmeasured, then answer all of them."""
+    params = sampling(max_new_tokens)
+    for prompt in prompts[:warmup]:
+        client.generate(prompt.input_ids, {**params, "max_new_tokens": 8})
+    with console.progress(f"eval, concurrency {concurrency}") as bar:
+        task = bar.add_task("", total=len(prompts), note="")
+        answers = []
+        start = time.perf_counter()
+        for answer in in_order(lambda p: client.generate(p.input_ids, params), prompts, concurrency):
+            answers.append(answer)
+            bar.advance(task)
+        seconds = time.perf_counter() - start
+    return Run(answers=answers, seconds=seconds, concurrency=concurrency)
+
+
+def histograms(run: Run, num_steps: int) -> list[list[int]]:
+    """Each request's histogram of accepted drafts, padded to num_steps + 1.
+
+    Raises:
+        RuntimeError: the server did not speculate, or its counts do not add up.
+    """
+    found = []
+    for answer in run.answers:
+        counts = answer.meta.get(HISTOGRAM)
+        if counts is None:
+            raise RuntimeError("the server reports no draft histogram: is it speculating?")
+        if sum(counts) != answer.meta["spec_verify_ct"] or len(counts) > num_steps + 1:
+            raise RuntimeError(
+                f"histogram {counts} does not fit {answer.meta['spec_verify_ct']} verify steps of "
+                f"{num_steps} drafts"
+            )
+        found.append(counts + [0] * (num_steps + 1 - len(counts)))
+    return found

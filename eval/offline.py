@@ -1,0 +1,94 @@
+"""Predict live acceptance without a server: `python -m eval.offline experiment=<name>`.
+
+Loads the exported folder, as a server would, and runs it step by step with a key/value cache over
+samples of the store that training never saw. Writes <run>/eval/offline.json.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from eagle3 import export as formats
+from eagle3 import logging as console
+from eagle3 import provenance
+from eagle3.config import Config, command
+from eagle3.decode import ChainDrafter
+from eagle3.drafter import Drafter
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest, require_match, write_json
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from eval.stats import acceptance
+from eval.walk import generated_spans, walk
+
+log = logging.getLogger(__name__)
+
+
+def sample_histograms(
+    drafter: Drafter, tokens: list[int], loss_mask: list[int], aux: torch.Tensor, num_steps: int
+) -> list[list[int]]:
+    """Histogram of each generated span of one sample (aux [T, A * H])."""
+    chain = ChainDrafter(drafter)
+    ids = torch.tensor(tokens)
+    known = 0
+
+    def draft(last: int, steps: int) -> list[int]:
+        nonlocal known
+        # the server has verified tokens 0..last: it knows states 0..last-1 and what follows each
+        chain.extend(aux[known:last], ids[known + 1 : last + 1])
+        known = last
+        return chain.draft(steps)
+
+    return [walk(tokens, span, draft, num_steps) for span in generated_spans(loss_mask)]
+
+
+def offline(config: Config) -> dict[str, Any]:
+    """Acceptance of the exported drafter on the store's validation samples."""
+    target = Target.resolve(
+        config.target.path, config.target.revision, config.target.trust_remote_code
+    )
+    drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
+    manifest = Manifest.load(config.drafter_dir, formats.KIND)
+    reader = StoreReader(config.store_dir)
+    remedy = "Export the drafter that was trained on this store, or extract its store again."
+    wanted = {"target": manifest.match["target"], "aux_layers": aux_layers}
+    require_match(wanted, reader.manifest.match, f"the store in {config.store_dir}", remedy)
+    if manifest.inputs["store"] != reader.manifest.hash():
+        raise UserError(f"{config.drafter_dir} was trained on another store. {remedy}")
+    numbers = manifest.facts["validation_samples"]
+    if not numbers:
+        raise UserError("the drafter was trained without validation samples to evaluate on")
+    histograms: list[list[int]] = []
+    with console.progress("offline") as bar:
+        task = bar.add_task("", total=len(numbers), note="")
+        for number in numbers:
+            ids, mask = reader.tokens(number)
+            aux, _ = reader.states(number)
+            histograms += sample_histograms(
+                drafter, ids.tolist(), mask.int().tolist(), aux.float(), config.eval.num_steps
+            )
+            bar.advance(task)
+    result = {
+        **acceptance(histograms).as_dict(),
+        "samples": len(numbers),
+        "num_steps": config.eval.num_steps,
+        "versions": provenance.versions(),
+    }
+    write_json(config.eval_dir / "offline.json", result)
+    log.info(
+        "offline: step-0 acceptance %.1f%%, accept length %.2f on %d held-out samples",
+        100 * result["step0"], result["accept_length"], len(numbers),
+    )  # fmt: skip
+    return result
+
+
+@command("eval")
+def main(config: Config) -> None:
+    offline(config)
+
+
+if __name__ == "__main__":
+    main()

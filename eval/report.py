@@ -1,0 +1,176 @@
+"""results.json -> a summary for the console, report.md and plots. Computes no figure of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+COLUMNS = [
+    "benchmark", "concurrency", "step-0", "95% interval", "accept length", "bigram step-0",
+    "plain tok/s", "EAGLE-3 tok/s", "speed-up", "identical",
+]  # fmt: skip
+
+
+def rows(results: dict[str, Any]) -> list[list[Any]]:
+    """One row a benchmark and concurrency, under COLUMNS."""
+    table = []
+    for name, runs in results["benchmarks"].items():
+        for concurrency, r in runs.items():
+            low, high = r["step0_acceptance"]["ci95"]
+            bigram = r.get("bigram")
+            table.append(
+                [
+                    name,
+                    int(concurrency),
+                    f"{r['step0_acceptance']['value']:.1%}",
+                    f"{low:.1%} to {high:.1%}",
+                    f"{r['accept_length']:.2f}",
+                    f"{bigram['step0_acceptance']:.1%}" if bigram else "",
+                    f"{r['tok_s']['plain']:.1f}",
+                    f"{r['tok_s']['speculative']:.1f}",
+                    f"{r['speedup']:.2f}x",
+                    f"{r['identical_outputs']:.1%}",
+                ]
+            )
+    return table
+
+
+def summary(results: dict[str, Any]) -> str:
+    """A few lines for the end of `make eval`."""
+    widths = [max(len(str(x)) for x in column) for column in zip(COLUMNS, *rows(results), strict=True)]
+    lines = [
+        "  ".join(str(x).ljust(w) for x, w in zip(line, widths, strict=True))
+        for line in [COLUMNS, *rows(results)]
+    ]
+    live = results["step0_acceptance"]["value"]
+    if (predicted := results["offline_step0_acceptance"]) is not None:
+        lines.append(f"step-0 acceptance: live {live:.1%}, offline prediction {predicted:.1%}")
+    return "\n".join(lines)
+
+
+def write(run_dir: Path) -> Path:
+    """Write report.md and its plots beside <run>/eval/results.json; return the report's path."""
+    folder = run_dir / "eval"
+    results = json.loads((folder / "results.json").read_text())
+    history = _history(run_dir / "train" / "metrics.jsonl")
+    plots = [_plot_acceptance(results, folder), _plot_speed(results, folder)]
+    if history:
+        plots.append(_plot_history(history, folder))
+    path = folder / "report.md"
+    path.write_text(_markdown(results, run_dir, plots))
+    return path
+
+
+def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
+    lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
+    lines += _table(COLUMNS, rows(results))
+    predicted = results["offline"]
+    if predicted is not None:
+        low, high = predicted["step0_ci95"]
+        lines += [
+            "",
+            f"Offline prediction on {predicted['samples']} held-out samples of the store: step-0 "
+            f"acceptance {predicted['step0']:.1%} ({low:.1%} to {high:.1%}), accept length "
+            f"{predicted['accept_length']:.2f}.",
+        ]
+    lines += [
+        "",
+        "Greedy decoding, prefix cache off, warm-up excluded. A draft is accepted if it equals the "
+        "target's own next token; step k's acceptance is the share of verify steps with more than k "
+        "accepted drafts; accept length is 1 + their sum. Intervals: bootstrap over requests. "
+        "Bigram: the token that most often followed in the training text.",
+        "",
+    ]
+    lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    usage = _usage(run_dir)
+    if usage:
+        lines += ["", "## Cost of each stage", "", *_table(["stage", "seconds", "peak memory, GB"], usage)]
+    lines += ["", "## Versions and settings", "", "```json"]
+    keys = ("versions", "machine", "git_commit", "settings")
+    lines += [json.dumps({k: results[k] for k in keys}, indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+def _table(columns: list[str], table: list[list[Any]]) -> list[str]:
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return head + ["| " + " | ".join(str(x) for x in row) + " |" for row in table]
+
+
+def _usage(run_dir: Path) -> list[list[Any]]:
+    """Seconds and peak memory of the stages so far, as `eagle3.usage` recorded them."""
+    path = run_dir / "usage.json"
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    return [[k, f"{v['seconds']:.0f}", f"{v['peak_memory_gb']:.1f}"] for k, v in recorded.items()]
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _axes(title: str, xlabel: str, ylabel: str) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    axes.set_title(title)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _plot_acceptance(results: dict[str, Any], folder: Path) -> Path:
+    figure, axes = _axes("Acceptance per step", "draft step", "share of verify steps")
+    for name, runs in results["benchmarks"].items():
+        first = next(iter(runs.values()))
+        axes.plot(first["acceptance_per_step"], marker="o", label=f"{name}, live")
+        if bigram := first.get("bigram"):
+            axes.plot(bigram["acceptance_per_step"], marker="x", linestyle=":", label=f"{name}, bigram")
+    if results["offline"] is not None:
+        axes.plot(results["offline"]["marginal"], marker="s", linestyle="--", label="offline")
+    axes.set_ylim(0, 1)
+    axes.set_xticks(range(len(results["acceptance_per_step"])))
+    axes.legend()
+    return _save(figure, folder / "acceptance.png")
+
+
+def _plot_speed(results: dict[str, Any], folder: Path) -> Path:
+    figure, axes = _axes("Generation speed", "", "tokens per second, all requests")
+    names, plain, speculative = [], [], []
+    for name, runs in results["benchmarks"].items():
+        for concurrency, r in runs.items():
+            names.append(f"{name}\nx{concurrency}")
+            plain.append(r["tok_s"]["plain"])
+            speculative.append(r["tok_s"]["speculative"])
+    places = range(len(names))
+    axes.bar([p - 0.2 for p in places], plain, width=0.4, label="plain")
+    axes.bar([p + 0.2 for p in places], speculative, width=0.4, label="EAGLE-3")
+    axes.set_xticks(list(places), names)
+    axes.legend()
+    return _save(figure, folder / "speed.png")
+
+
+def _plot_history(history: list[dict[str, Any]], folder: Path) -> Path:
+    figure, axes = _axes("Learning curve", "optimizer step", "acceptance")
+    for prefix, style in (("train", ":"), ("validation", "-")):
+        for k in range(8):
+            key = f"{prefix}/acceptance_{k}"
+            points = [(line["step"], line[key]) for line in history if key in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, color=f"C{k}", label=f"{prefix}, step {k}")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize="small")
+    return _save(figure, folder / "learning.png")

@@ -1,0 +1,1 @@
+"""Prompts -> responses -> hidden-state store."""

@@ -1,0 +1,146 @@
+"""Let the target answer prompts: `python -m extraction.respond experiment=<name>`.
+
+Drafts are judged by what the target itself says, so training text should be its own. Writes
+<run>/responses/responses.jsonl: messages with the answer, and the exact `output_ids`. Resumes after the
+last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3 import logging as console
+from eagle3 import provenance
+from eagle3.chat import ChatEncoder
+from eagle3.config import Config, command
+from eagle3.errors import UserError
+from eagle3.manifest import NAME, Manifest, require_match
+from eagle3.records import Record, read
+from eagle3.serving.client import Client, in_order
+from eagle3.serving.from_config import get_server
+from eagle3.target import Target
+
+log = logging.getLogger(__name__)
+KIND = "responses"
+
+
+def sampling_params(config: Config) -> dict[str, Any]:
+    """SGLang sampling parameters of the run."""
+    return {
+        "temperature": config.respond.temperature,
+        "top_p": config.respond.top_p,
+        "max_new_tokens": config.respond.max_new_tokens,
+    }
+
+
+def answer(
+    client: Client, encoder: ChatEncoder, record: Record, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """One response row."""
+    reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
+    text = encoder.tokenizer.decode(reply.output_ids, skip_special_tokens=True)
+    row: dict[str, Any] = {
+        "id": record.id,
+        "messages": [*record.prompt, {"role": "assistant", "content": text}],
+        "output_ids": reply.output_ids,
+        "finish": reply.finish,
+    }
+    if record.tools:
+        row["tools"] = record.tools
+    return row
+
+
+def respond(config: Config) -> Path:
+    """Answer every prompt that has no answer yet; return the responses file."""
+    if config.data.prompts is None:
+        raise UserError("data.prompts is not set: which prompts should the target answer?")
+    records, skipped = read(config.data.prompts, config.data.split, config.data.limit)
+    target = Target.resolve(
+        config.target.path, config.target.revision, config.target.trust_remote_code
+    )
+    manifest = Manifest(
+        kind=KIND,
+        match={
+            "target": target.identity(),
+            "prompts": provenance.hash_json([[r.id, r.prompt] for r in records]),
+            "sampling": sampling_params(config),
+            "samples_per_prompt": config.respond.samples_per_prompt,
+        },
+        config=config.resolved(),
+    )
+    folder = config.responses_dir
+    output = folder / "responses.jsonl"
+    if (folder / NAME).exists():
+        found = Manifest.load(folder, KIND)
+        remedy = "Resume with the same configuration, or choose another run_name."
+        require_match(manifest.match, found.match, f"{folder}", remedy)
+    else:
+        manifest.save(folder)
+    work = [r for r in records for _ in range(config.respond.samples_per_prompt)]
+    done = _whole_lines(output)
+    finishes: Counter[str] = Counter()
+    if done < len(work):
+        encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
+        log_file = config.run_dir / "logs" / "respond-server.log"
+        with get_server(config.server, target.folder, log_file) as server:
+            rows = _answers(server.client, encoder, work[done:], config)
+            with output.open("a", encoding="utf-8") as file:
+                for row in rows:
+                    finishes[row["finish"]] += 1
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.flush()
+    manifest.facts = {
+        "complete": True,
+        "responses": len(work),
+        "skipped": dict(skipped),
+        "sha256": provenance.hash_file(output),
+    }
+    manifest.save(folder)
+    log.info(
+        "%d responses in %s (new: %s, skipped: %s)",
+        len(work),
+        output,
+        dict(finishes),
+        dict(skipped),
+    )
+    return output
+
+
+def _answers(
+    client: Client, encoder: ChatEncoder, records: list[Record], config: Config
+) -> Iterator[dict[str, Any]]:
+    sampling = sampling_params(config)
+
+    def work(record: Record) -> dict[str, Any]:
+        return answer(client, encoder, record, sampling)
+
+    with console.progress("respond") as bar:
+        task = bar.add_task("", total=len(records), note="")
+        for row in in_order(work, records, config.respond.concurrency):
+            bar.advance(task)
+            yield row
+
+
+def _whole_lines(file: Path) -> int:
+    """Number of complete lines; a torn last one is cut off."""
+    if not file.exists():
+        return 0
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        file.write_bytes(whole)
+    return whole.count(b"\n")
+
+
+@command("respond")
+def main(config: Config) -> None:
+    respond(config)
+
+
+if __name__ == "__main__":
+    main()

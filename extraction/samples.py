@@ -1,0 +1,88 @@
+"""From responses and conversation files to the token samples that will be captured."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3.chat import ChatEncoder
+from eagle3.config import Config
+from eagle3.errors import UserError
+from eagle3.manifest import NAME, Manifest, require_match
+from eagle3.records import RowError, read
+from eagle3.target import Target
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenSample:
+    """One document to capture: token ids and loss mask."""
+
+    id: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str]]:
+    """All samples in a fixed order, and how many rows were skipped and why.
+
+    Raises:
+        UserError: no sources, responses of another target, or nothing usable.
+    """
+    encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
+    samples: list[TokenSample] = []
+    skipped: Counter[str] = Counter()
+    for source in _sources(config, target):
+        records, unread = read(source, config.data.split, config.data.limit)
+        skipped += unread
+        for record in records:
+            try:
+                encoded = encoder.encode(record)
+            except RowError as error:
+                skipped[str(error)] += 1
+                continue
+            for turn, part in enumerate(encoded):
+                if len(part.input_ids) > config.data.max_length:
+                    skipped["longer than data.max_length"] += 1
+                elif sum(part.loss_mask) < 2:
+                    skipped["fewer than two generated tokens"] += 1
+                else:
+                    samples.append(
+                        TokenSample(
+                            id=record.id if len(encoded) == 1 else f"{record.id}#{turn}",
+                            input_ids=part.input_ids,
+                            loss_mask=part.loss_mask,
+                        )
+                    )
+    if not samples:
+        raise UserError(f"no usable sample; skipped rows: {dict(skipped)}")
+    if skipped:
+        log.warning("skipped rows: %s", dict(skipped))
+    return samples, skipped
+
+
+def _sources(config: Config, target: Target) -> list[str]:
+    sources = list(config.data.conversations)
+    for source in [*sources, str(config.responses_dir / "responses.jsonl")]:
+        folder = Path(source).parent
+        if (folder / NAME).exists():
+            _require_same_text(folder, target)
+    if (config.responses_dir / NAME).exists():
+        sources.insert(0, str(config.responses_dir / "responses.jsonl"))
+    if not sources:
+        raise UserError(
+            f"nothing to extract: no responses in {config.responses_dir} (run `respond`) and "
+            "data.conversations is empty"
+        )
+    return sources
+
+
+def _require_same_text(folder: Path, target: Target) -> None:
+    """Responses hold token ids: they must come from a model with this tokenizer."""
+    wanted = {"tokenizer": target.identity()["tokenizer"]}
+    found = Manifest.load(folder, "responses").match["target"]
+    remedy = "Let this target answer the prompts itself (`respond` under another run_name)."
+    require_match(wanted, found, f"the responses in {folder}", remedy)

@@ -1,0 +1,235 @@
+"""The patched forward: an SGLang plugin that writes aux and final hidden states of marked requests.
+
+SGLang loads it in every process through the entry point `sglang.srt.plugins`. It does nothing unless
+EAGLE3_CAPTURE_SPOOL is set, and hooks two functions whose signatures are the same in SGLang 0.5.14 to
+0.5.23 (checked when it loads):
+
+- `ModelRunner.load_model`: afterwards, tells the target which layers to expose.
+- `LogitsProcessor.forward`: before it, copies the rows of the flattened batch that belong to marked
+  requests. At that point `hidden_states` are post-norm and `aux_hidden_states` are the residual
+  stream, un-normed. The arguments are passed on untouched, so results do not change.
+
+A failure here must not be silent: SGLang logs a plugin's exception and goes on, so the extract process
+looks for `capture.json`, which is written only after everything is in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import queue
+import threading
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.layers import to_sglang
+from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
+
+log = logging.getLogger(__name__)
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
+LOGITS_PARAMETERS = [
+    "self", "input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states",
+]  # fmt: skip
+QUEUE_SIZE = 64
+
+
+def register() -> None:
+    """Entry point. Registers the hooks when this process is asked to capture."""
+    folder = os.environ.get(SPOOL_VARIABLE)
+    if not folder:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    spool = Spool(Path(folder))
+    capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]))
+    _check_signatures()
+    HookRegistry.register(LOAD_MODEL, capture.after_load, HookType.AFTER)
+    HookRegistry.register(LOGITS, capture.around_logits, HookType.AROUND)
+
+
+def _check_signatures() -> None:
+    """Refuse to hook functions that are not what this plugin knows."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    found = list(inspect.signature(LogitsProcessor.forward).parameters)
+    if found[: len(LOGITS_PARAMETERS)] != LOGITS_PARAMETERS:
+        raise RuntimeError(f"LogitsProcessor.forward takes {found}, not {LOGITS_PARAMETERS}")
+    if list(inspect.signature(ModelRunner.load_model).parameters) != ["self"]:
+        raise RuntimeError("ModelRunner.load_model has other parameters than (self)")
+    fields = getattr(ForwardBatch, "__dataclass_fields__", {})
+    needed = {"rids", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "forward_mode"}
+    if missing := needed - set(fields):
+        raise RuntimeError(f"ForwardBatch lacks {sorted(missing)}")
+
+
+@dataclass(slots=True)
+class Piece:
+    """Rows of one request from one forward: [n], [n, A * H], [n, H], on their way to the host."""
+
+    ticket: Ticket
+    prefix: int
+    input_ids: Tensor
+    aux: Tensor
+    final: Tensor
+    copied: Any  # torch.cuda.Event, or None on a CPU
+
+
+class Capture:
+    """Hooks of one process, and the thread that joins pieces and writes samples."""
+
+    def __init__(self, spool: Spool, aux_layers: list[int]) -> None:
+        self.spool = spool
+        self.aux_layers = aux_layers
+        self.secret = spool.secret
+        self.writes = False
+        self._queue: queue.Queue[Piece] = queue.Queue(maxsize=QUEUE_SIZE)
+
+    def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Set the target's layers once its weights are loaded."""
+        try:
+            self._set_up(runner)
+        except Exception:
+            self.spool.publish_error(traceback.format_exc())
+            raise
+
+    def _set_up(self, runner: Any) -> None:
+        server_args = runner.server_args
+        if server_args.speculative_algorithm:
+            raise RuntimeError("a server that speculates cannot capture; start it without")
+        if not server_args.disable_radix_cache:
+            raise RuntimeError("prefix caching would lose rows; start with --disable-radix-cache")
+        model = runner.model
+        architecture = type(model).__name__
+        model.set_eagle3_layers_to_capture(to_sglang(self.aux_layers, architecture))
+        decoder = getattr(model, "language_model", model).model
+        if list(decoder.layers_to_capture) != self.aux_layers:
+            raise RuntimeError(
+                f"{architecture} would capture {decoder.layers_to_capture}, not {self.aux_layers}"
+            )
+        self.writes = _attention_tp_rank() == 0
+        if self.writes:
+            threading.Thread(target=self._write_samples, daemon=True).start()
+            self.spool.publish_capture(
+                {
+                    "pid": os.getpid(),
+                    "aux_layers": self.aux_layers,
+                    "architecture": architecture,
+                    "model_path": server_args.model_path,
+                    "dtype": str(runner.dtype).removeprefix("torch."),
+                    "chunked_prefill_size": server_args.chunked_prefill_size,
+                }
+            )
+
+    def around_logits(
+        self,
+        original: Any,
+        processor: Any,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        lm_head: Any,
+        metadata: Any,
+        aux_hidden_states: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Copy marked rows, then run the original with unchanged arguments."""
+        if self.writes and aux_hidden_states is not None and getattr(metadata, "rids", None):
+            try:
+                self._collect(input_ids, hidden_states, metadata, aux_hidden_states)
+            except Exception:
+                self.spool.publish_error(traceback.format_exc())
+                raise
+        return original(
+            processor,
+            input_ids,
+            hidden_states,
+            lm_head,
+            metadata,
+            aux_hidden_states,
+            *args,
+            **kwargs,
+        )
+
+    def _collect(self, input_ids: Tensor, final: Tensor, batch: Any, aux: Any) -> None:
+        if not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
+            return
+        start = 0
+        for rid, rows, prefix in zip(
+            batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True
+        ):
+            ticket = Ticket.parse(str(rid), self.secret)
+            part = slice(start, start + rows)
+            start += rows
+            if ticket is None:
+                continue
+            packed = aux[part] if isinstance(aux, Tensor) else torch.cat([a[part] for a in aux], -1)
+            tensors = [_to_host(t) for t in (input_ids[part], packed, final[part])]
+            copied = torch.cuda.Event() if packed.is_cuda else None
+            if copied is not None:
+                copied.record()
+            self._queue.put(Piece(ticket, int(prefix), *tensors, copied))
+
+    def _write_samples(self) -> None:
+        """Join the pieces of each request by prefix; write it once all its rows are there."""
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        while True:
+            piece = self._queue.get()
+            try:
+                if piece.copied is not None:
+                    piece.copied.synchronize()
+                ticket = piece.ticket
+                known = pieces[ticket.number]
+                if known and known[0].ticket != ticket:  # a retry took over: forget the old attempt
+                    known.clear()
+                if piece.prefix == 0:  # a retracted request starts over
+                    known.clear()
+                known.append(piece)
+                if piece.prefix + len(piece.input_ids) == ticket.num_tokens:
+                    self.spool.write(ticket, _join(pieces.pop(ticket.number)))
+            except Exception:
+                self.spool.publish_error(traceback.format_exc())
+                raise
+
+
+def _join(pieces: list[Piece]) -> dict[str, Tensor]:
+    expected = 0
+    for piece in pieces:
+        if piece.prefix != expected:
+            raise RuntimeError(f"rows {expected}..{piece.prefix} of {piece.ticket} were not seen")
+        expected += len(piece.input_ids)
+    return {
+        "input_ids": torch.cat([p.input_ids for p in pieces]).to(torch.int32),
+        "aux": torch.cat([p.aux for p in pieces]),
+        "final": torch.cat([p.final for p in pieces]),
+    }
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory: pinned and asynchronous from a GPU, plain otherwise."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _attention_tp_rank() -> int:
+    """This process's rank in the attention-TP group; the accessor moved between versions."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().attn_tp_rank
+    except ImportError:
+        from sglang.srt.layers.dp_attention import get_attention_tp_rank
+
+        return get_attention_tp_rank()

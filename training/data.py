@@ -1,0 +1,141 @@
+"""Which samples make which batch: a pure function of (seed, epoch, index), for any number of ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from eagle3.batch import Batch
+from eagle3.errors import UserError
+from eagle3.store.reader import StoreReader
+
+
+@dataclass(kw_only=True, slots=True)
+class Split:
+    """Disjoint sample numbers that together are all of a store."""
+
+    train: list[int]
+    validation: list[int]
+
+    @classmethod
+    def make(cls, num_samples: int, validation_ratio: float, seed: int) -> Split:
+        """Random split; at least one sample to train on, and to validate on if the ratio is not 0.
+
+        Raises:
+            UserError: too few samples for both.
+        """
+        order = np.random.default_rng([seed, 0x5911]).permutation(num_samples)
+        held_out = round(num_samples * validation_ratio)
+        if validation_ratio > 0:
+            held_out = max(1, held_out)
+        if held_out >= num_samples:
+            raise UserError(
+                f"{num_samples} samples cannot be split with train.validation_ratio="
+                f"{validation_ratio}: nothing is left to train on"
+            )
+        return cls(
+            train=sorted(order[held_out:].tolist()), validation=sorted(order[:held_out].tolist())
+        )
+
+
+@dataclass(kw_only=True)
+class BatchPlan:
+    """An endless, reproducible stream of micro-batches of whole samples.
+
+    Every epoch shuffles the samples anew and cuts the sequence wherever the next sample would exceed
+    `tokens_per_batch` rows. Micro-batch i of the stream is the same whoever asks for it.
+    """
+
+    lengths: np.ndarray
+    numbers: Sequence[int]
+    tokens_per_batch: int
+    seed: int
+    _epochs: list[list[list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        longest = max(int(self.lengths[n]) for n in self.numbers)
+        if longest > self.tokens_per_batch:
+            raise UserError(
+                f"train.tokens_per_batch={self.tokens_per_batch} is smaller than the longest "
+                f"sample ({longest} tokens)"
+            )
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """All micro-batches of one epoch."""
+        while len(self._epochs) <= number:
+            rng = np.random.default_rng([self.seed, len(self._epochs)])
+            order = [self.numbers[i] for i in rng.permutation(len(self.numbers))]
+            self._epochs.append(pack(order, self.lengths, self.tokens_per_batch))
+        return self._epochs[number]
+
+    def micro_batch(self, index: int) -> list[int]:
+        """Sample numbers of micro-batch `index` of the stream."""
+        number = 0
+        while index >= len(batches := self.epoch(number)):
+            index -= len(batches)
+            number += 1
+        return batches[index]
+
+    def num_batches(self, epochs: float) -> int:
+        """Micro-batches in the first `epochs` epochs, the last one perhaps in part."""
+        whole = int(epochs)
+        count = sum(len(self.epoch(e)) for e in range(whole))
+        return count + round((epochs - whole) * len(self.epoch(whole)))
+
+
+def pack(numbers: Iterable[int], lengths: np.ndarray, tokens_per_batch: int) -> list[list[int]]:
+    """Cut a sequence of samples into runs of at most `tokens_per_batch` rows."""
+    batches: list[list[int]] = []
+    room = 0
+    for number in numbers:
+        if not batches or lengths[number] > room:
+            batches.append([])
+            room = tokens_per_batch
+        batches[-1].append(int(number))
+        room -= int(lengths[number])
+    return batches
+
+
+def prefetch(
+    reader: StoreReader,
+    batches: Iterable[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    depth: int = 2,
+) -> Iterator[Batch]:
+    """Read batches ahead on a thread, in order; an error there is raised here."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(item: Batch | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for numbers in batches:
+                if stopped.is_set():
+                    return
+                put(reader.batch(numbers).to(device, dtype))
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()

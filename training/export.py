@@ -1,0 +1,92 @@
+"""Write a checkpoint as drafter folders: `python -m training.export experiment=<name>`.
+
+<run>/drafter is what SGLang serves; <run>/drafter/speculators is the same for vLLM. A folder of any
+origin can be checked with `python -m training.export --check <folder>`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from eagle3 import export as formats
+from eagle3.config import Config, command
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest, require_match
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from eagle3.vocab import DraftVocab
+from training import checkpoint
+from training.train import KIND, build_model
+
+log = logging.getLogger(__name__)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def export(config: Config) -> Path:
+    """Export the run's chosen checkpoint; return the folder for SGLang."""
+    if config.export.dtype not in DTYPES:
+        raise UserError(f"export.dtype={config.export.dtype} is not one of {sorted(DTYPES)}")
+    target = Target.resolve(
+        config.target.path, config.target.revision, config.target.trust_remote_code
+    )
+    root = config.checkpoints_dir
+    trained = Manifest.load(root, KIND)
+    remedy = "Use the configuration the checkpoints were trained with."
+    require_match({"target": target.identity()}, trained.match, f"{root}", remedy)
+    chosen = checkpoint.choose(root, config.export.checkpoint)
+    reader = StoreReader(config.store_dir)
+    require_match({"store": reader.manifest.hash()}, trained.match, f"{root}", remedy)
+    held_out = trained.facts["validation_samples"]
+    train_samples = sorted(set(range(len(reader))) - set(held_out))
+    vocab = DraftVocab.build(reader.label_counts(train_samples), config.draft.vocab_size)
+    drafter = build_model(config, target, vocab).drafter
+    checkpoint.load_weights(drafter, chosen)
+    aux_layers = trained.match["aux_layers"]
+    dtype = DTYPES[config.export.dtype]
+    manifest = Manifest(
+        kind=formats.KIND,
+        match={"target": target.identity(), "aux_layers": aux_layers},
+        config=config.resolved(),
+        inputs={"store": reader.manifest.hash(), "checkpoint": chosen.name},
+        facts={
+            "state": checkpoint.load_state(chosen),
+            "coverage": trained.facts["coverage"],
+            "validation_samples": held_out,
+        },
+    )
+    formats.save_sglang(drafter, config.drafter_dir, target, aux_layers, dtype, manifest)
+    if config.export.speculators:
+        formats.save_speculators(
+            drafter.to(dtype),
+            config.drafter_dir / "speculators",
+            target,
+            aux_layers,
+            config.train.ttt_steps,
+        )
+    log.info("exported %s to %s", chosen.name, config.drafter_dir)
+    return config.drafter_dir
+
+
+def check(folder: Path) -> int:
+    """Print a drafter folder's problems; exit status 0 if it has none, 2 otherwise."""
+    try:
+        found = formats.problems(folder)
+    except UserError as error:
+        found = [str(error)]
+    sys.stdout.write("\n".join(found or [f"{folder}: complete and consistent"]) + "\n")
+    return 2 if found else 0
+
+
+@command("export")
+def main(config: Config) -> None:
+    export(config)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        raise SystemExit(check(Path(sys.argv[2])))
+    main()
