@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m demo.prompts", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path("demo/data"))
-    parser.add_argument("--train", type=int, default=2_000, help="number of training prompts")
+    parser.add_argument("--train", type=int, default=800, help="number of training prompts")
     parser.add_argument("--heldout", type=int, default=160, help="number of held-out prompts")
     parser.add_argument(
         "--heldout-templates",

@@ -69,7 +69,7 @@ class DataConfig:
     """For `extract`: more files with answers, beside what `respond` wrote."""
     split: str = "train"
     limit: int | None = None
-    """Rows taken from each source."""
+    """Rows `extract` takes from each source."""
     max_length: int = 4096
     """Longer samples are skipped and counted, never cut."""
 
@@ -78,6 +78,9 @@ class DataConfig:
 class RespondConfig:
     """How the target answers the prompts."""
 
+    skip: int = 0
+    """Prompts left out at the start of data.prompts."""
+    limit: int | None = None
     concurrency: int = 16
     max_new_tokens: int = 2048
     temperature: float = 0.0

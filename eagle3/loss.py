@@ -57,8 +57,8 @@ class Teacher(nn.Module):
 
 def soft_cross_entropy_reference(hidden: Tensor, weight: Tensor, teacher_logits: Tensor) -> Tensor:
     """The definition: summed soft cross-entropy of rows [R, H] under lm_head `weight` [V, H]."""
-    log_q = (hidden @ weight.T).float().log_softmax(dim=-1)
-    return -(teacher_logits.float().softmax(dim=-1) * log_q).sum()
+    log_q = _wide(hidden @ weight.T).log_softmax(dim=-1)
+    return -(_wide(teacher_logits).softmax(dim=-1) * log_q).sum()
 
 
 class _FusedSoftCrossEntropy(torch.autograd.Function):
@@ -69,21 +69,21 @@ class _FusedSoftCrossEntropy(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, teacher_logits: Tensor, teacher_rows: Tensor
     ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         need_grad = hidden.requires_grad or weight.requires_grad
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        loss = _wide(hidden.new_zeros(()))
         top1 = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad else None
+        grad_weight = _wide(torch.zeros_like(weight)) if need_grad else None
         for start in range(0, hidden.shape[0], CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            logits = (hidden[part] @ weight.T).float()
+            logits = _wide(hidden[part] @ weight.T)
             top1[part] = logits.argmax(dim=-1)
             log_q = logits.log_softmax(dim=-1)
-            p = teacher_logits[teacher_rows[part]].float().softmax(dim=-1)
+            p = _wide(teacher_logits[teacher_rows[part]]).softmax(dim=-1)
             loss -= torch.dot(p.flatten(), log_q.flatten())
             if grad_hidden is not None and grad_weight is not None:
                 grad_logits = log_q.exp_().sub_(p).to(weight.dtype)
                 grad_hidden[part] = grad_logits @ weight
-                grad_weight.addmm_(grad_logits.T.float(), hidden[part].float())
+                grad_weight.addmm_(_wide(grad_logits.T), _wide(hidden[part]))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(top1)
@@ -110,6 +110,11 @@ def soft_cross_entropy(
         teacher_logits: [M, V]; row i of `hidden` is taught by row `teacher_rows[i]` of it.
 
     Returns:
-        The float32 sum over rows, and the top-1 draft id of each row [R].
+        The sum over rows (float32 at least), and the top-1 draft id of each row [R].
     """
     return _FusedSoftCrossEntropy.apply(hidden, weight, teacher_logits, teacher_rows)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()

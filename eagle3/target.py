@@ -146,9 +146,16 @@ class Target:
         return provenance.hash_json([sizes, hashlib.sha256(head).hexdigest()])
 
     def _tokenizer_hash(self) -> str:
-        names = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
-        present = [self.folder / n for n in names if (self.folder / n).exists()]
-        return provenance.hash_json([[p.name, provenance.hash_file(p)] for p in present])
+        """Of what decides token ids: vocabulary, merges and chat template."""
+        vocabularies = [self.folder / name for name in ("tokenizer.json", "tiktoken.model")]
+        template = self.folder / "chat_template.jinja"
+        if template.exists():
+            chat_template = template.read_text()
+        else:
+            settings = json.loads((self.folder / "tokenizer_config.json").read_text())
+            chat_template = settings.get("chat_template")
+        present = [provenance.hash_file(path) for path in vocabularies if path.exists()]
+        return provenance.hash_json([present, chat_template])
 
 
 def _from_hub(path: str, revision: str | None) -> Path:

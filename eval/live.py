@@ -61,12 +61,18 @@ def run_server(
         for benchmark, items in prompts.items():
             for concurrency in config.eval.concurrency:
                 run = measure(
-                    server.client, items, config.eval.max_new_tokens, concurrency, config.eval.warmup
+                    server.client,
+                    items,
+                    config.eval.max_new_tokens,
+                    concurrency,
+                    config.eval.warmup,
                 )
                 if speculative:
                     run.histograms = histograms(run, config.eval.num_steps)
                 runs[benchmark, concurrency] = run
-                log.info("%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"])
+                log.info(
+                    "%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"]
+                )
     return runs, settings
 
 

@@ -56,7 +56,9 @@ def measure(
         task = bar.add_task("", total=len(prompts), note="")
         answers = []
         start = time.perf_counter()
-        for answer in in_order(lambda p: client.generate(p.input_ids, params), prompts, concurrency):
+        for answer in in_order(
+            lambda p: client.generate(p.input_ids, params), prompts, concurrency
+        ):
             answers.append(answer)
             bar.advance(task)
         seconds = time.perf_counter() - start

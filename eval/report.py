@@ -38,7 +38,9 @@ def rows(results: dict[str, Any]) -> list[list[Any]]:
 
 def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
-    widths = [max(len(str(x)) for x in column) for column in zip(COLUMNS, *rows(results), strict=True)]
+    widths = [
+        max(len(str(x)) for x in column) for column in zip(COLUMNS, *rows(results), strict=True)
+    ]
     lines = [
         "  ".join(str(x).ljust(w) for x, w in zip(line, widths, strict=True))
         for line in [COLUMNS, *rows(results)]
@@ -85,7 +87,12 @@ def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
     usage = _usage(run_dir)
     if usage:
-        lines += ["", "## Cost of each stage", "", *_table(["stage", "seconds", "peak memory, GB"], usage)]
+        lines += [
+            "",
+            "## Cost of each stage",
+            "",
+            *_table(["stage", "seconds", "peak memory, GB"], usage),
+        ]
     lines += ["", "## Versions and settings", "", "```json"]
     keys = ("versions", "machine", "git_commit", "settings")
     lines += [json.dumps({k: results[k] for k in keys}, indent=1), "```", ""]
@@ -138,7 +145,9 @@ def _plot_acceptance(results: dict[str, Any], folder: Path) -> Path:
         first = next(iter(runs.values()))
         axes.plot(first["acceptance_per_step"], marker="o", label=f"{name}, live")
         if bigram := first.get("bigram"):
-            axes.plot(bigram["acceptance_per_step"], marker="x", linestyle=":", label=f"{name}, bigram")
+            axes.plot(
+                bigram["acceptance_per_step"], marker="x", linestyle=":", label=f"{name}, bigram"
+            )
     if results["offline"] is not None:
         axes.plot(results["offline"]["marginal"], marker="s", linestyle="--", label="offline")
     axes.set_ylim(0, 1)
@@ -170,7 +179,9 @@ def _plot_history(history: list[dict[str, Any]], folder: Path) -> Path:
             key = f"{prefix}/acceptance_{k}"
             points = [(line["step"], line[key]) for line in history if key in line]
             if points:
-                axes.plot(*zip(*points, strict=True), style, color=f"C{k}", label=f"{prefix}, step {k}")
+                axes.plot(
+                    *zip(*points, strict=True), style, color=f"C{k}", label=f"{prefix}, step {k}"
+                )
     axes.set_ylim(0, 1)
     axes.legend(fontsize="small")
     return _save(figure, folder / "learning.png")

@@ -59,7 +59,8 @@ def respond(config: Config) -> Path:
     """Answer every prompt that has no answer yet; return the responses file."""
     if config.data.prompts is None:
         raise UserError("data.prompts is not set: which prompts should the target answer?")
-    records, skipped = read(config.data.prompts, config.data.split, config.data.limit)
+    records, skipped = read(config.data.prompts, config.data.split)
+    records = records[config.respond.skip :][: config.respond.limit]
     target = Target.resolve(
         config.target.path, config.target.revision, config.target.trust_remote_code
     )

@@ -89,18 +89,24 @@ def _broken(pid: int, elapsed_s: float, limits: Limits) -> str | None:
 
 
 def end(pid: int, grace_s: float = 10.0) -> None:
-    """End a process that leads its own group, with every descendant wherever it went."""
+    """End a process that leads its own group, with every descendant wherever it went.
+
+    SIGKILL at once: a server has nothing to save, and takes SIGTERM for a crash to be diagnosed at
+    length. Python's resource trackers are left a moment to remove shared memory, which they do when
+    their parents are gone.
+    """
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         main = psutil.Process(pid)
         family = [main, *main.children(recursive=True)]
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+            if not any("resource_tracker" in part for part in process.cmdline()):
+                process.kill()
     _, alive = psutil.wait_procs(family, timeout=grace_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=grace_s)

@@ -89,7 +89,7 @@ def test_the_command_writes_the_files_that_are_checked_in(generator: None, tmp_p
 
 def test_checked_in_files_have_the_promised_rows() -> None:
     sets = {name: read(name) for name in ("train", "heldout", "heldout_templates")}
-    assert [len(rows) for rows in sets.values()] == [2_000, 160, 80]
+    assert [len(rows) for rows in sets.values()] == [800, 160, 80]
     rows = [row for drawn in sets.values() for row in drawn]
     assert len({row["id"] for row in rows}) == len(rows)
     assert len({row["messages"][0]["content"] for row in rows}) == len(rows)

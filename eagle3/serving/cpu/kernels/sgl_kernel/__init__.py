@@ -18,7 +18,7 @@ from torch import Tensor
 
 __version__ = "0.0.0+cpu.standin"
 
-_QLEN_ONLY = 1  # sglang's TreeMaskMode.QLEN_ONLY, the one mode its CPU path asks for
+_QLEN_ONLY = 1  # SGLang's TreeMaskMode.QLEN_ONLY, the only mode of its CPU path
 
 
 def _token_ranges(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +42,7 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """`assign_req_to_token_pool_cpu`: note in the slot table (out) where new tokens are cached.
 
-    Request b owns table positions start_offset[b]..end_offset[b]; out_cache_loc holds the slots of
-    all requests one after the other.
+    Request b owns positions start_offset[b]..end_offset[b]; out_cache_loc has all slots in order.
     """
     owners, positions = _token_ranges(start_offset, end_offset)
     slots = out_cache_loc[: owners.numel()].to(req_to_token.dtype)
@@ -60,8 +59,7 @@ def assign_extend_cache_locs_cpu(
 ) -> None:
     """`assign_extend_cache_locs_cpu`: the reverse, table positions to flat slots (out)."""
     owners, positions = _token_ranges(start_offset, end_offset)
-    slots = req_to_token[req_pool_indices.long()[owners], positions]
-    out_cache_loc[: owners.numel()] = slots.to(out_cache_loc.dtype)
+    out_cache_loc[: owners.numel()] = req_to_token[req_pool_indices.long()[owners], positions]
 
 
 def assign_draft_cache_locs_contiguous_cpu(
@@ -74,10 +72,8 @@ def assign_draft_cache_locs_contiguous_cpu(
     num_steps: int,
 ) -> None:
     """`assign_draft_cache_locs_contiguous_cpu`: the topk * num_steps slots (out) past each end."""
-    ends = seq_lens + topk * num_steps
-    assign_extend_cache_locs_cpu(
-        req_pool_indices, req_to_token, seq_lens, ends, out_cache_loc, pool_len
-    )
+    owners, positions = _token_ranges(seq_lens, seq_lens + topk * num_steps)
+    out_cache_loc.copy_(req_to_token[req_pool_indices.long()[owners], positions])
 
 
 def build_draft_decode_metadata_cpu(
@@ -90,19 +86,15 @@ def build_draft_decode_metadata_cpu(
 ) -> Tensor:
     """`build_draft_decode_metadata_cpu`: one slot table row for each draft branch.
 
-    Row b * topk + k holds the slots of request b's sequence, then the num_steps slots of its branch
-    k, which the request's own row keeps at seq_len + k * num_steps.
-
-    Returns [B * topk, pool_len], zero past the used part.
+    Row b * topk + k of [B * topk, pool_len] holds the slots of request b's sequence, then those of
+    its branch k, which the request's own row keeps at seq_len + k * num_steps; then zeros.
     """
     table = req_to_token.new_zeros((req_pool_indices.numel() * topk, pool_len))
-    rows = iter(table)
-    for pool_row, seq_len in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True):
-        own = req_to_token[pool_row]
-        for branch_start in range(seq_len, seq_len + topk * num_steps, num_steps):
-            row = next(rows)
-            row[:seq_len] = own[:seq_len]
-            row[seq_len : seq_len + num_steps] = own[branch_start : branch_start + num_steps]
+    requests = req_to_token[req_pool_indices.long()]
+    for own, branches, length in zip(requests, table.split(topk), seq_lens.tolist(), strict=True):
+        end = length + topk * num_steps
+        branches[:, :length] = own[:length]
+        branches[:, length : length + num_steps] = own[length:end].view(topk, num_steps)
     return table
 
 
@@ -119,8 +111,7 @@ def fill_accept_out_cache_loc_cpu(
 ) -> None:
     """`fill_accept_out_cache_loc_cpu`: cache slots of the accepted tokens (out), closed up."""
     accepted = accept_index[accept_index > -1].long()
-    slots = out_cache_loc[accepted].to(accept_out_cache_loc.dtype)
-    accept_out_cache_loc[: accepted.numel()] = slots
+    accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]
 
 
 def rotate_input_ids_cpu(
@@ -179,14 +170,12 @@ def build_tree_kernel_efficient_cpu(
     if int(tree_mask_mode) != _QLEN_ONLY:
         raise NotImplementedError(f"tree_mask_mode {tree_mask_mode}: CPU has only QLEN_ONLY (1)")
     num, mask = draft_token_num, tree_mask.view(-1, draft_token_num, draft_token_num)
-    batch = zip(
-        parent_list.tolist(), selected_index.tolist(), verified_seq_len.tolist(), strict=True
-    )
     retrive_index.copy_(torch.arange(retrive_index.numel()).view_as(retrive_index))
     mask.copy_(torch.eye(num, dtype=mask.dtype).expand_as(mask))
     mask[:, :, 0] = True
-    for b, (parents, selected, seq_len) in enumerate(batch):
-        parent_of = [0, *_parent_nodes(parents, selected, topk)]
+    parents, selected = parent_list.tolist(), selected_index.tolist()
+    for b, seq_len in enumerate(verified_seq_len.tolist()):
+        parent_of = [0, *_parent_nodes(parents[b], selected[b], topk)]
         first_child, next_sibling, depths = [-1] * num, [-1] * num, [0] * num
         for node in range(num - 1, 0, -1):
             if (parent := parent_of[node]) is not None:
