@@ -1,11 +1,11 @@
 """TTT attention: step-0 keys of the document up to the row, then the row's own later keys.
 
-At TTT step k the query of row t sees the step-0 keys of rows <= t of its document, and the keys that
-row t itself produced at steps 1..k (the drafts it has already made). Letters in shapes: R query rows,
-N all rows, Q query heads, G key/value heads, D head size.
+At TTT step k the query of row t sees the step-0 keys of rows <= t of its document, and the keys
+that row t itself produced at steps 1..k (the drafts it has already made). Letters in shapes: R
+query rows, N all rows, Q query heads, G key/value heads, D head size.
 
-`reference` is the definition, with an explicit mask over everything. `segmented` is the same sum over
-only the keys a query can see; it is what training uses.
+`reference` is the definition, with an explicit mask over everything. `segmented` is the same sum
+over only the keys a query can see; it is what training uses.
 """
 
 from __future__ import annotations

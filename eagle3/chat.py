@@ -38,7 +38,8 @@ class ChatEncoder:
         """All samples of a record.
 
         One sample per conversation; where the template rewrites earlier turns (it drops their
-        reasoning, say), one per assistant turn, each rendered as it was when that turn was generated.
+        reasoning, say), one per assistant turn, each rendered as it was when that turn was
+        generated.
 
         Raises:
             RowError: no assistant turn, or the template does not render it faithfully.
@@ -65,7 +66,7 @@ class ChatEncoder:
     def _conversation(
         self, record: Record, turns: list[int], only_last: bool = False
     ) -> Encoded | None:
-        """Encode up to the last of `turns`, or None if an earlier rendering is not a prefix of it."""
+        """Encode up to the last of `turns`; None if an earlier rendering is no prefix of it."""
         text = self._render(record.messages[: turns[-1] + 1], record.tools)
         ids: list[int] = []
         mask: list[int] = []

@@ -1,7 +1,7 @@
 """Configuration: dataclass schemas, and the one place where Hydra's DictConfig becomes dataclasses.
 
-All commands share one schema, so that an experiment file describes a whole run, prompts to report, and
-every command checks all of it before anything starts.
+All commands share one schema, so that an experiment file describes a whole run, prompts to report,
+and every command checks all of it before anything starts.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from eagle3.drafter import Drafter
 class ChainDrafter:
     """Drafts chains (top-1, no tree) for one sequence.
 
-    `extend` feeds rows whose target states are known; they stay in the cache. `draft` then continues
-    from the last of them with the drafter's own states, and forgets those afterwards.
+    `extend` feeds rows whose target states are known; they stay in the cache. `draft` then
+    continues from the last of them with the drafter's own states, and forgets those afterwards.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -1,7 +1,8 @@
 """The EAGLE-3 drafter: one Llama decoder layer on top of the target's aux hidden states.
 
-Parameter names are those of the checkpoint that SGLang loads (with `midlayer` for the layer), so that
-export is a matter of writing them down. Letters in shapes: R rows, H hidden size, A aux states.
+Parameter names are those of the checkpoint that SGLang loads (with `midlayer` for the layer), so
+that export is a matter of writing them down. Letters in shapes: R rows, H hidden size, A aux
+states.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from eagle3.vocab import DraftVocab
 class DrafterConfig:
     """Shape of a drafter; the fields mean what they mean in a Hugging Face Llama config.
 
-    `norm_before_fc` norms the concatenated aux states, `fc_norm` each of them; `norm_output` feeds the
-    next TTT step the normed state. All three as SGLang loads them.
+    `norm_before_fc` norms the concatenated aux states, `fc_norm` each of them; `norm_output` feeds
+    the next TTT step the normed state. All three as SGLang loads them.
     """
 
     hidden_size: int
@@ -57,8 +58,8 @@ class DrafterConfig:
     def for_target(cls, target: dict[str, Any], num_aux: int, **overrides: Any) -> DrafterConfig:
         """A drafter shaped like one layer of the target (its config.json), with overrides.
 
-        A mixture-of-experts or MLA target has no usable head or MLP shape: heads of 128 and the dense
-        `intermediate_size` are taken then. Overrides that are None are ignored.
+        A mixture-of-experts or MLA target has no usable head or MLP shape: heads of 128 and the
+        dense `intermediate_size` are taken then. Overrides that are None are ignored.
         """
         mla = "kv_lora_rank" in target
         heads = target["hidden_size"] // 128 if mla else target["num_attention_heads"]
@@ -97,7 +98,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections and rotary positions of the layer's attention; who sees whom is `attention`'s."""
+    """Projections and rotary positions of the layer's attention."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class MidLayer(nn.Module):
         return torch.cat([token_states, self.hidden_norm(hidden)], dim=-1)
 
     def finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
-        """Attention output [R, heads, head_dim] and the layer's input [R, H] -> its output [R, H]."""
+        """Attention output [R, heads, head_dim], layer input [R, H] -> layer output [R, H]."""
         hidden = hidden + self.self_attn.o_proj(mixed.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -217,7 +218,7 @@ class Drafter(nn.Module):
         return self.midlayer.input_layernorm(self.embed_tokens(input_ids))
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Layer output [R, H] -> (state for the lm_head, state fed to the next step), [R, H] each."""
+        """Layer output [R, H] -> states for the lm_head and for the next step [R, H]."""
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

@@ -1,8 +1,8 @@
 """Drafter folders: SGLang's format both ways, speculators' format by speculators itself.
 
-A folder for SGLang holds config.json, model.safetensors and our manifest.json. SGLang drops weights it
-does not know without a word and serves random ones in place of what is missing, so `problems` looks for
-all of that beforehand.
+A folder for SGLang holds config.json, model.safetensors and our manifest.json. SGLang drops weights
+it does not know without a word and serves random ones in place of what is missing, so `problems`
+looks for all of that beforehand.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def load_sglang(folder: Path, target: Target) -> tuple[Drafter, list[int]]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Everything that would make SGLang serve this folder wrongly or not at all; empty if nothing."""
+    """What would make SGLang serve this folder wrongly or not at all; empty if nothing."""
     data = load_config(folder)
     if not (folder / "model.safetensors").exists():
         return ["no model.safetensors"]
@@ -276,7 +276,8 @@ def save_speculators(
         raise RuntimeError(
             f"speculators' model lacks {result.unexpected_keys} and wants {missing} besides"
         )
-    model.to(drafter.lm_head.weight.dtype).save_pretrained(str(folder))
+    torch.nn.Module.to(model, drafter.lm_head.weight.dtype)
+    model.save_pretrained(str(folder))
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -3,7 +3,8 @@
 The canonical id k is an index into Hugging Face's `output_hidden_states`: the residual stream after
 k decoder layers (0 = embeddings). It is what configs, manifests and stores hold. Engines differ:
 
-- SGLang, Llama-like models: `set_eagle3_layers_to_capture(ids)` adds 1 to every id, so it wants k - 1.
+- SGLang, Llama-like models: `set_eagle3_layers_to_capture(ids)` adds 1 to every id, so it
+  wants k - 1.
 - SGLang, DeepSeek-like models: takes k as it is, unless the first id is 1, when it adds 1 to all.
 
 Both end up with the canonical ids in `model.layers_to_capture`, which the capture plugin checks.
@@ -96,8 +97,8 @@ def to_sglang(aux_layers: Sequence[int], architecture: str) -> list[int]:
         return [k - 1 for k in ids]
     if ids[0] == 1:
         raise UserError(
-            "SGLang cannot capture aux layer 1 first on DeepSeek-like models (it shifts all ids by 1 "
-            "when the first is 1); choose another first layer"
+            "SGLang cannot capture aux layer 1 first on DeepSeek-like models (it shifts all ids "
+            "by 1 when the first is 1); choose another first layer"
         )
     return ids
 

@@ -1,13 +1,15 @@
 """Teacher, training loss and acceptance counts, all on the draft vocabulary.
 
-Loss of a row: soft cross-entropy -sum_v p(v) log q(v) between the teacher p, the target's distribution
-restricted to the draft vocabulary and renormalised, and the drafter q. It differs from KL(p || q) by
-the teacher's entropy, a constant. Letters in shapes: R rows, H hidden size, V draft vocabulary.
+Loss of a row: soft cross-entropy -sum_v p(v) log q(v) between the teacher p, the target's
+distribution restricted to the draft vocabulary and renormalised, and the drafter q. It differs from
+KL(p || q) by the teacher's entropy, a constant. Letters in shapes: R rows, H hidden size, V draft
+vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ class TeacherRows:
     """What the target says at M rows.
 
     logits: [M, V]. top1: draft id of the target's most likely token over its *whole* vocabulary, -1
-    where the drafter cannot propose it [M]; None unless asked for, since it costs the whole lm_head.
+    where the drafter cannot propose it [M]; None unless asked for, since it costs the whole
+    lm_head.
     """
 
     logits: Tensor
@@ -62,13 +65,17 @@ def soft_cross_entropy_reference(hidden: Tensor, weight: Tensor, teacher_logits:
 
 
 class _FusedSoftCrossEntropy(torch.autograd.Function):
-    """lm_head and loss in row chunks; gradients are made in the forward pass, while logits exist."""
+    """lm_head and loss in row chunks; the forward pass makes the gradients, while logits exist."""
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, teacher_logits: Tensor, teacher_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        need_grad = hidden.requires_grad or weight.requires_grad
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_logits: Tensor,
+        teacher_rows: Tensor,
+        need_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
         loss = _wide(hidden.new_zeros(()))
         top1 = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_grad else None
@@ -90,11 +97,12 @@ class _FusedSoftCrossEntropy(torch.autograd.Function):
         return loss, top1
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor, _: Tensor):  # type: ignore[override, no-untyped-def]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
             (grad_weight * grad_loss).to(ctx.weight_dtype),
+            None,
             None,
             None,
         )
@@ -112,7 +120,8 @@ def soft_cross_entropy(
     Returns:
         The sum over rows (float32 at least), and the top-1 draft id of each row [R].
     """
-    return _FusedSoftCrossEntropy.apply(hidden, weight, teacher_logits, teacher_rows)
+    need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _FusedSoftCrossEntropy.apply(hidden, weight, teacher_logits, teacher_rows, need_grad)
 
 
 def _wide(x: Tensor) -> Tensor:

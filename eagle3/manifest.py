@@ -20,7 +20,8 @@ class Manifest:
     """Contents of manifest.json.
 
     `kind` says what the folder is (responses, store, checkpoints, drafter, eval). `match` holds the
-    facts that a later stage, or the same stage resuming, must agree with; everything else is record.
+    facts that a later stage, or the same stage resuming, must agree with; everything else is
+    record.
     """
 
     kind: str

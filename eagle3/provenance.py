@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "sglang", "torch", "transformers", "deepspeed", "speculators", "datasets", "hydra-core", "wandb",
-)  # fmt: skip
+    "sglang",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "speculators",
+    "datasets",
+    "hydra-core",
+    "wandb",
+)
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Training-time test: unroll the drafter on a packed batch as a server would run it, and score it.
 
-At step k a row gets the embedding of the token k + 1 places on, and, from step 1 on, its own previous
-output in place of the target's state. Only the rows that step k supervises are computed (`batch`),
+At step k a row gets the embedding of the token k + 1 places on, and, from step 1 on, its own
+previous output in place of the target's state. Only the rows that step k supervises are computed
+(`batch`),
 which is exact with a single layer: step-0 keys and values depend on inputs alone, so rows without
 queries contribute theirs all the same.
 """
@@ -33,8 +34,8 @@ class TTTOutput:
     """Sums over one batch; divide after adding up batches and ranks.
 
     loss: what to differentiate. step_loss: summed soft cross-entropy of each step [K].
-    rows: supervised rows of each step [K]. accepted: rows at which the drafts of steps 0..k all match
-    the target's choice [K], None unless `score` was asked for.
+    rows: supervised rows of each step [K]. accepted: rows at which the drafts of steps 0..k all
+    match the target's choice [K], None unless `score` was asked for.
     """
 
     loss: Tensor

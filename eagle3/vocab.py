@@ -14,8 +14,8 @@ from eagle3.errors import UserError
 class DraftVocab:
     """Ascending target ids [draft_vocab_size], one per draft id.
 
-    On disk SGLang and speculators keep it as offsets `d2t` (target id = i + d2t[i]) and a boolean mask
-    `t2d` over the target's vocabulary; both are derived here and nowhere else.
+    On disk SGLang and speculators keep it as offsets `d2t` (target id = i + d2t[i]) and a boolean
+    mask `t2d` over the target's vocabulary; both are derived here and nowhere else.
     """
 
     target_ids: Tensor

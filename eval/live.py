@@ -2,8 +2,8 @@
 
 `python -m eval.live experiment=<name>` starts the target without and with the exported drafter (no
 capture plugin in either), answers every benchmark at every concurrency greedily, and writes
-<run>/eval/results.json, report.md and plots. Prefix caching is off, so that no run profits from the one
-before it.
+<run>/eval/results.json, report.md and plots. Prefix caching is off, so that no run profits from the
+one before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def speculative_args(config: Config) -> dict[str, Any]:
 def run_server(
     config: Config, target: Target, prompts: dict[str, list[Prompt]], speculative: bool
 ) -> tuple[Runs, dict[str, Any]]:
-    """Answer everything on one server; returns the runs and the settings it reports to be in force."""
+    """Answer everything on one server; returns the runs and the settings in force."""
     name = "speculative" if speculative else "plain"
     args = {"disable_radix_cache": True, **(speculative_args(config) if speculative else {})}
     log_file = config.run_dir / "logs" / f"eval-{name}-server.log"

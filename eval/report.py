@@ -79,8 +79,8 @@ def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines += [
         "",
         "Greedy decoding, prefix cache off, warm-up excluded. A draft is accepted if it equals the "
-        "target's own next token; step k's acceptance is the share of verify steps with more than k "
-        "accepted drafts; accept length is 1 + their sum. Intervals: bootstrap over requests. "
+        "target's own next token; step k's acceptance is the share of verify steps with more than "
+        "k accepted drafts; accept length is 1 + their sum. Intervals: bootstrap over requests. "
         "Bigram: the token that most often followed in the training text.",
         "",
     ]

@@ -7,7 +7,8 @@ A histogram [K + 1] counts verify steps by how many of their K drafts were accep
     conditional_k = marginal_k / marginal_{k-1}, conditional_0 = marginal_0
     accept length = 1 + sum of marginals: tokens gained by one verify step
 
-Intervals come from a bootstrap over requests, since the verify steps of one answer are not independent.
+Intervals come from a bootstrap over requests, since the verify steps of one answer are not
+independent.
 """
 
 from __future__ import annotations

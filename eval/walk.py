@@ -1,7 +1,8 @@
 """Replay speculative decoding over a finished text: which drafts would have been accepted.
 
-The text is what the target generated greedily, so a draft is accepted iff it equals the next recorded
-token, and the walk visits exactly the verify steps that a live server would have gone through.
+The text is what the target generated greedily, so a draft is accepted iff it equals the next
+recorded token, and the walk visits exactly the verify steps that a live server would have gone
+through.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def generated_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
 def walk(tokens: Sequence[int], span: tuple[int, int], draft: Draft, num_steps: int) -> list[int]:
     """Histogram [num_steps + 1] of accepted drafts over the verify steps of one generated span.
 
-    The span's first token comes from prefill. Each verify step drafts after the last known token and
-    yields its accepted drafts and one token of the target's own. Drafts beyond the span's end count as
+    The span's first token comes from prefill. Each verify step drafts after the last known token
+    and yields its accepted drafts and one token of the target's own. Drafts beyond the span's end
+    count as
     not accepted: the answer was over.
     """
     start, end = span

@@ -32,7 +32,7 @@ class Verifier:
     def check(
         self, sample: TokenSample, tensors: dict[str, Tensor], output_ids: list[int]
     ) -> Sample | Rejection:
-        """Rows, token ids, values, and that the last final state explains the server's own token."""
+        """Check rows, token ids and values, and that the last state explains the server's token."""
         input_ids, aux, final = tensors["input_ids"], tensors["aux"], tensors["final"]
         rows = len(sample.input_ids)
         if not len(input_ids) == len(aux) == len(final) == rows:

@@ -1,7 +1,7 @@
 """Capture hidden states into a store: `python -m extraction.extract experiment=<name>`.
 
-Prints the budget first. Samples are captured concurrently and stored in the order of the data, so the
-store does not depend on timing; an interrupted run goes on after the last committed shard.
+Prints the budget first. Samples are captured concurrently and stored in the order of the data, so
+the store does not depend on timing; an interrupted run goes on after the last committed shard.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Let the target answer prompts: `python -m extraction.respond experiment=<name>`.
 
 Drafts are judged by what the target itself says, so training text should be its own. Writes
-<run>/responses/responses.jsonl: messages with the answer, and the exact `output_ids`. Resumes after the
-last whole line.
+<run>/responses/responses.jsonl: messages with the answer, and the exact `output_ids`. Resumes after
+the last whole line.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The patched forward: an SGLang plugin that writes aux and final hidden states of marked requests.
 
-SGLang loads it in every process through the entry point `sglang.srt.plugins`. It does nothing unless
-EAGLE3_CAPTURE_SPOOL is set, and hooks two functions whose signatures are the same in SGLang 0.5.14 to
-0.5.23 (checked when it loads):
+SGLang loads it in every process through the entry point `sglang.srt.plugins`. It does nothing
+unless EAGLE3_CAPTURE_SPOOL is set, and hooks two functions whose signatures are the same in SGLang
+0.5.14 to 0.5.23 (checked when it loads):
 
 - `ModelRunner.load_model`: afterwards, tells the target which layers to expose.
 - `LogitsProcessor.forward`: before it, copies the rows of the flattened batch that belong to marked
   requests. At that point `hidden_states` are post-norm and `aux_hidden_states` are the residual
   stream, un-normed. The arguments are passed on untouched, so results do not change.
 
-A failure here must not be silent: SGLang logs a plugin's exception and goes on, so the extract process
-looks for `capture.json`, which is written only after everything is in place.
+A failure here must not be silent: SGLang logs a plugin's exception and goes on, so the extract
+process looks for `capture.json`, which is written only after everything is in place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The spool: a private folder through which a capturing server hands samples to the extract process.
+"""The spool: a private folder through which a capturing server hands samples to the extract
+process.
 
     secret                       token that a request's rid must carry to be captured
     capture.json                 what the server's plugin is set up to capture; written once it is
     error.json                   the plugin's first failure, if any
-    <number>.<attempt>.safetensors   one captured sample: input_ids [T], aux [T, A * H], final [T, H]
+    <number>.<attempt>.safetensors   one captured sample: input_ids [T], aux [T, A * H], final [T,
+    H]
 
 Files appear under their name only when whole. Nothing is pickled; names come from integers only.
 """
@@ -28,7 +30,7 @@ _RID = re.compile(r"e3-([0-9a-f]{32})-(\d{1,12})-(\d{1,6})-(\d{1,9})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """Identity of one capture: sample number, attempt (a retry is another capture), rows expected."""
+    """Identity of one capture; a retry is another attempt."""
 
     number: int
     attempt: int

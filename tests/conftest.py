@@ -37,7 +37,7 @@ def tiny_config(**changes: object) -> DrafterConfig:
 def tiny_drafter(
     dtype: torch.dtype = torch.float64, **changes: object
 ) -> tuple[Drafter, torch.Tensor]:
-    """A random drafter and its target's lm_head; norms and projections all away from their start."""
+    """A random drafter and its target's lm_head; norms away from their start."""
     config = tiny_config(**changes)
     torch.manual_seed(0)
     lm_head = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype) / 4

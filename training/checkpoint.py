@@ -1,7 +1,8 @@
 """Checkpoints that do not depend on the number of ranks.
 
 A drafter is small, so a checkpoint holds it whole: float32 master weights and both AdamW moments,
-gathered from however DeepSpeed has split them. A folder is written under a temporary name and renamed.
+gathered from however DeepSpeed has split them. A folder is written under a temporary name and
+renamed.
 
     step-00000200/drafter.safetensors      trainable weights, float32
     step-00000200/exp_avg.safetensors      AdamW's first moment, by weight name

@@ -1,4 +1,5 @@
-"""Which samples make which batch: a pure function of (seed, epoch, index), for any number of ranks."""
+"""Which samples make which batch: a pure function of (seed, epoch, index), for any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class Split:
 class BatchPlan:
     """An endless, reproducible stream of micro-batches of whole samples.
 
-    Every epoch shuffles the samples anew and cuts the sequence wherever the next sample would exceed
-    `tokens_per_batch` rows. Micro-batch i of the stream is the same whoever asks for it.
+    Every epoch shuffles the samples anew and cuts the sequence wherever the next sample would
+    exceed `tokens_per_batch` rows. Micro-batch i of the stream is the same whoever asks for it.
     """
 
     lengths: np.ndarray

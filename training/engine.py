@@ -53,7 +53,8 @@ class World:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if device.type == "cpu":
             # DeepSpeed would compile a C++ extension for shared-memory collectives: minutes, and it
-            # needs a compiler. gloo does the same work. Safe: the table only says what may be built.
+            # needs a compiler. gloo does the same work. Safe: the table only says what may be
+            # built.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
         return cls(dist.get_rank(), dist.get_world_size(), device)

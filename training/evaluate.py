@@ -17,9 +17,9 @@ def summary(
 ) -> dict[str, Any]:
     """Metrics of summed counts: loss per step and in mean, and acceptance as DESIGN defines it.
 
-    marginal_k is the share of drafting rows whose drafts 0..k all match the target's choice (a target
-    token outside the draft vocabulary never matches); conditional_k = marginal_k / marginal_{k-1};
-    accept length = 1 + the sum of marginals.
+    marginal_k is the share of drafting rows whose drafts 0..k all match the target's choice (a
+    target token outside the draft vocabulary never matches); conditional_k = marginal_k /
+    marginal_{k-1}; accept length = 1 + the sum of marginals.
     """
     means = (step_loss / rows.clamp(min=1)).tolist()
     values: dict[str, Any] = {f"{prefix}/loss": sum(means) / len(means)}

@@ -1,8 +1,8 @@
 """Train a drafter on a store: `python -m training.train experiment=<name>`.
 
-Several ranks: `torchrun --nproc-per-node N -m training.train experiment=<name>`. Nothing here contacts
-a server. An interrupted run resumes from its last checkpoint with the same samples, learning rates and
-weights.
+Several ranks: `torchrun --nproc-per-node N -m training.train experiment=<name>`. Nothing here
+contacts a server. An interrupted run resumes from its last checkpoint with the same samples,
+learning rates and weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.ttt import TTTModel, supervised_rows
 from eagle3.vocab import DraftVocab
-from training import checkpoint, engine as engines
+from training import checkpoint
+from training import engine as engines
 from training.data import BatchPlan, Split, prefetch
 from training.engine import World
 from training.evaluate import summary, validate
@@ -110,7 +111,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; validate, log and save on the way."""
-        config, train = self.config, self.config.train
+        train = self.config.train
         batches = prefetch(self.reader, self._my_batches(self.step), self.world.device, self.dtype)
         last = checkpoint.load_state(self.resumed) if self.resumed else {}
         with console.progress("train") as bar:
@@ -150,11 +151,12 @@ class Trainer:
     def _optimizer_step(self, window: list[Batch], score: bool) -> torch.Tensor:
         """One step over a window of micro-batches; returns summed [loss, rows, accepted] [3, K].
 
-        Step k's loss is the mean over all rows it supervises in the window, on every rank: DeepSpeed
-        averages gradients over ranks and micro-batches, so the sums are scaled back up by both.
+        Step k's loss is the mean over all rows it supervises in the window, on every rank:
+        DeepSpeed averages gradients over ranks and micro-batches, so the sums are scaled back up by
+        both.
         """
         num_ttt = self.config.train.ttt_steps
-        counts = self.world.sum(sum(supervised_rows(b, num_ttt) for b in window).double())  # type: ignore[union-attr]
+        counts = self.world.sum(sum(supervised_rows(b, num_ttt) for b in window).double())
         scale = (self.world.size * len(window) / counts.clamp(min=1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(

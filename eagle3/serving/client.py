@@ -112,8 +112,8 @@ def in_order(work: Callable[[T], R], items: Iterable[T], concurrency: int) -> It
     """Run `work` on items, at most `concurrency` at a time; yield the results in the items' order.
 
     At most 2 * concurrency items are drawn ahead of the result being waited for, so memory stays
-    bounded however slow one item is. An exception is raised at its item's turn; what is under way then
-    is waited for, what has not started is dropped.
+    bounded however slow one item is. An exception is raised at its item's turn; what is under way
+    then is waited for, what has not started is dropped.
     """
     source = iter(items)
     with ThreadPoolExecutor(max_workers=concurrency) as pool:

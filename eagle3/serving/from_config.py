@@ -21,7 +21,7 @@ def get_server(
     env: dict[str, str] | None = None,
     plugins: Sequence[str] = (),
 ) -> AbstractContextManager[Server]:
-    """Connect to `server.url`, or start a server with the stage's extra `args`, `env` and plugins."""
+    """Connect to `server.url`, or start a server with the stage's own args, env and plugins."""
     if config.url:
         return connect(config.url, config.api_key, config.timeout_s)
     return launch(

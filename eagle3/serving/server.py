@@ -26,8 +26,9 @@ OLDEST, NEWEST = (0, 5, 14), (0, 5, 23)
 class Launch:
     """What to start.
 
-    model: local folder of the target. args: SGLang flags to values, underscores allowed; True gives a
-    bare flag, False and None leave it out. plugins: names of our SGLang plugins the server may load.
+    model: local folder of the target. args: SGLang flags to values, underscores allowed; True gives
+    a bare flag, False and None leave it out. plugins: names of our SGLang plugins the server may
+    load.
     backends: attention backends to try in order (empty: SGLang's choice). env: more environment.
     """
 
@@ -54,9 +55,6 @@ class Server:
     log: Path | None = None
     backend: str | None = None
     start_s: float = 0.0
-
-    def alive(self) -> bool:
-        return self.pid is None or watch.psutil.pid_exists(self.pid)
 
 
 def check_version() -> str:

@@ -14,5 +14,6 @@ Arrays of a shard, N rows and M <= N rows with a final state:
     final.*   [M, ...]  the codec's tensors for the post-norm final states [M, H]
 
 Only rows that some teacher needs keep their final state (`batch.needed_final`). Samples lie in the
-order of the input data whatever order they were captured in, so that the same run gives the same bytes.
+order of the input data whatever order they were captured in, so that the same run gives the same
+bytes.
 """

@@ -67,7 +67,7 @@ class StoreReader:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Pack whole samples into one batch."""
-        ids, masks, auxs, finals, indexes = [], [], [], [], []
+        columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
         taken = 0
         for number in numbers:
             input_ids, loss_mask = self.tokens(number)
@@ -75,12 +75,11 @@ class StoreReader:
             needed = needed_final(loss_mask)
             index = torch.where(needed, needed.cumsum(0) - 1 + taken, -1)
             taken += final.shape[0]
-            for parts, part in zip(
-                (ids, masks, auxs, finals, indexes),
-                (input_ids, loss_mask, aux, final, index),
-                strict=True,
+            for column, part in zip(
+                columns, (input_ids, loss_mask, aux, final, index), strict=True
             ):
-                parts.append(part)
+                column.append(part)
+        ids, masks, auxs, finals, indexes = columns
         lengths = torch.tensor([0, *(len(i) for i in ids)])
         return Batch(
             input_ids=torch.cat(ids),

@@ -1,4 +1,5 @@
-"""The training objective written out plainly: every row at every step, explicit masks, no pruning."""
+"""The training objective written out plainly: every row at every step, explicit masks, no
+pruning."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def supervised(batch: Batch, step: int) -> list[int]:
 
 
 def naive_logits(drafter: Drafter, batch: Batch, num_steps: int) -> list[Tensor]:
-    """Logits of all N rows at every step [N, V]; rows near a document's end read whatever follows."""
+    """Logits of all N rows at every step [N, V]; past a document's end they mean nothing."""
     layer, n = drafter.midlayer, batch.num_rows
     rows = torch.arange(n)
     positions = batch.positions()

@@ -43,7 +43,7 @@ def test_a_batch_with_nothing_supervised_gives_zero_gradients(mask: list[int]) -
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_step_equals_a_step_by_step_cached_drafter(options: dict) -> None:
-    """Step k of the training unroll, at every supervised row, is what a server would compute there."""
+    """Step k of the unroll is what a server computes there, at every supervised row."""
     drafter, _ = tiny_drafter(**options)
     batch = make_batch([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1]], drafter.config)
     steps = list(unroll(drafter, batch, 4))

@@ -1,0 +1,97 @@
+"""The loss mask covers exactly what the assistant says, on templates of several families."""
+
+import pytest
+
+from eagle3.chat import ChatEncoder
+from eagle3.records import Record, RowError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# each marker below is spelled with this tokenizer's two special tokens
+LLAMA3 = (
+    "{{ '<|endoftext|>' }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_start|>\n\n' "
+    "+ m['content'] | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_start|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+# drops the reasoning of all turns but the last, as several reasoning models do
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "It is 6.\nSurely."},
+]
+
+
+def encoder(target, template: str) -> ChatEncoder:
+    tokenizer = type(target.tokenizer).from_pretrained(target.folder)
+    tokenizer.chat_template = template
+    return ChatEncoder(tokenizer)
+
+
+def spoken(chat: ChatEncoder, ids: list[int], mask: list[int]) -> list[str]:
+    """Decoded text of each masked run."""
+    runs, current = [], []
+    for token, flag in zip([*ids, 0], [*mask, 0], strict=True):
+        if flag:
+            current.append(token)
+        elif current:
+            runs.append(chat.tokenizer.decode(current))
+            current = []
+    return runs
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL])
+def test_mask_decodes_to_the_assistants_texts_and_end_of_turn(target, template: str) -> None:
+    chat = encoder(target, template)
+    (sample,) = chat.encode(Record(id="t", messages=TALK))
+    texts = [t.strip() for t in spoken(chat, sample.input_ids, sample.loss_mask)]
+    assert texts == ["It is 4.<|im_end|>", "It is 6.\nSurely.<|im_end|>"]
+
+
+def test_a_template_that_rewrites_history_gives_one_sample_a_turn(target) -> None:
+    chat = encoder(target, FORGETFUL)
+    talk = [dict(m) for m in TALK]
+    talk[1]["content"] = "<think>two and two</think>It is 4."
+    samples = chat.encode(Record(id="t", messages=talk))
+    said = [spoken(chat, s.input_ids, s.loss_mask) for s in samples]
+    assert said == [["<think>two and two</think>It is 4.<|im_end|>"], ["It is 6.\nSurely.<|im_end|>"]]
+
+
+def test_output_ids_are_taken_as_they_are(target) -> None:
+    chat = encoder(target, CHATML)
+    record = Record(id="t", messages=TALK[:2], output_ids=[7, 8, 9])
+    (sample,) = chat.encode(record)
+    assert sample.input_ids == chat.prompt(TALK[:1]) + [7, 8, 9]
+    assert sum(sample.loss_mask) == 3 and sample.loss_mask[-3:] == [1, 1, 1]
+
+
+def test_a_cut_off_answer_gets_no_invented_end_of_turn(target) -> None:
+    chat = encoder(target, CHATML)
+    (sample,) = chat.encode(Record(id="t", messages=TALK[:2], output_ids=[7, 8]))
+    assert sample.input_ids[-1] == 8
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (CHATML, TALK[:1], "no assistant turn"),
+        (CHATML.replace("m['content']", "m['content'] | upper"), TALK, "changes the assistant's text"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", TALK[:2], "no end-of-turn token"),
+        ("{{ raise_exception('no system') }}", TALK, "rejects the conversation"),
+    ],
+)  # fmt: skip
+def test_unfaithful_templates_are_counted_not_trained_on(target, template, messages, reason) -> None:
+    with pytest.raises(RowError, match=reason):
+        encoder(target, template).encode(Record(id="t", messages=messages))

@@ -1,0 +1,150 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3.batch import needed_final
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest
+from eagle3.store import budget, codecs
+from eagle3.store.reader import StoreReader
+from eagle3.store.writer import Sample, StoreWriter
+
+MASKS = [[0, 0, 1, 1, 1], [1], [0, 1, 1, 0, 1, 1], [0] * 4, [1] * 9, [0, 1]]
+
+
+def manifest(codec: str = "fp32", **match: object) -> Manifest:
+    return Manifest(kind="store", match={"codec": codec, "target": {"vocab_size": 50}, **match})
+
+
+def samples(seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(
+            id=f"s{i}",
+            input_ids=torch.randint(0, 50, (len(m),), generator=generator, dtype=torch.int32),
+            loss_mask=torch.tensor(m, dtype=torch.uint8),
+            aux=torch.randn(len(m), 6, generator=generator),
+            final=torch.randn(len(m), 2, generator=generator),
+        )
+        for i, m in enumerate(MASKS)
+    ]
+
+
+def write(folder: Path, shard_bytes: int = 200, codec: str = "fp32") -> None:
+    writer = StoreWriter(folder, manifest(codec), shard_bytes)
+    for number, sample in enumerate(samples()):
+        writer.append(number, sample)
+    writer.finish({})
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_round_trip_and_packed_batches(tmp_path: Path, shard_bytes: int, codec: str) -> None:
+    write(tmp_path / "s", shard_bytes, codec)
+    reader = StoreReader(tmp_path / "s")
+    dtype = torch.float32 if codec == "fp32" else torch.bfloat16
+    for number, sample in enumerate(samples()):
+        ids, mask = reader.tokens(number)
+        aux, final = reader.states(number)
+        assert torch.equal(ids, sample.input_ids.long()) and torch.equal(mask, sample.loss_mask.bool())
+        assert torch.equal(aux, sample.aux.to(dtype))
+        assert torch.equal(final, sample.final[needed_final(mask)].to(dtype))
+    order = [4, 0, 2]
+    batch = reader.batch(order)
+    assert batch.doc_starts.tolist() == [0, 9, 14, 20]
+    for start, number in zip(batch.doc_starts.tolist(), order, strict=False):
+        sample = samples()[number]
+        for row in needed_final(sample.loss_mask).nonzero().flatten().tolist():
+            found = batch.final[batch.final_index[start + row]]
+            assert torch.equal(found, sample.final[row].to(dtype))
+
+
+def test_an_interrupted_store_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "whole")
+    for stop in range(len(MASKS)):
+        folder = tmp_path / f"cut{stop}"
+        writer = StoreWriter(folder, manifest(), 200)
+        for number in range(stop):
+            writer.append(number, samples()[number])
+        # killed here: pending samples are lost, half-written files stay behind
+        (folder / ".shard-00009.safetensors").write_bytes(b"half")
+        (folder / f"shard-{writer.num_shards:05d}.safetensors").write_bytes(b"data without index")
+        again = StoreWriter(folder, manifest(), 200)
+        assert again.next_number <= stop
+        for number in range(again.next_number, len(MASKS)):
+            again.append(number, samples()[number])
+        again.finish({})
+        whole = sorted(p.name for p in (tmp_path / "whole").iterdir())
+        assert sorted(p.name for p in folder.iterdir()) == whole
+        for name in whole:
+            if name.endswith(".safetensors"):
+                assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_resume_with_another_configuration_names_the_keys(tmp_path: Path) -> None:
+    write(tmp_path / "s")
+    with pytest.raises(UserError, match="codec: configured 'bf16', found 'fp32'"):
+        StoreWriter(tmp_path / "s", manifest("bf16"), 200)
+
+
+def test_a_foreign_folder_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        StoreWriter(tmp_path, manifest(), 200)
+
+
+def test_unfinished_or_incomplete_stores_are_refused(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "s", manifest(), 1)
+    writer.append(0, samples()[0])
+    with pytest.raises(UserError, match="not finished"):
+        StoreReader(tmp_path / "s")
+    assert len(StoreReader(tmp_path / "s", allow_incomplete=True)) == 1
+    writer.append(1, samples()[1])
+    writer.finish({})
+    (tmp_path / "s" / "shard-00001.arrow").unlink()
+    with pytest.raises(UserError, match="lacks shards"):
+        StoreReader(tmp_path / "s")
+
+
+def test_a_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
+    write(tmp_path / "s", shard_bytes=1 << 20)
+    path = tmp_path / "s" / "shard-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    reader = StoreReader(tmp_path / "s")
+    assert not any(reader.damaged(n) for n in range(len(reader)))
+    data[-3] ^= 1
+    path.write_bytes(data)
+    reader = StoreReader(tmp_path / "s")
+    assert sum(reader.damaged(n) for n in range(len(reader))) == 1
+
+
+def test_label_counts_are_those_of_generated_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "s")
+    counts = StoreReader(tmp_path / "s").label_counts(range(len(MASKS)))
+    expected = np.zeros(50, dtype=int)
+    for sample in samples():
+        for token in sample.input_ids[sample.loss_mask.bool()].tolist():
+            expected[token] += 1
+    assert counts.tolist() == expected.tolist()
+
+
+def test_budget_predicts_the_size_on_disk(tmp_path: Path) -> None:
+    write(tmp_path / "s", 1 << 20)
+    planned = budget.plan(
+        tmp_path / "new" / "store", codecs.get("fp32"), num_samples=len(MASKS),
+        num_tokens=sum(map(len, MASKS)), num_final=sum(sum(m[1:]) for m in MASKS),
+        num_aux=3, hidden_size=2,
+    )  # fmt: skip
+    reader = StoreReader(tmp_path / "s")
+    states = sum(a.nbytes + f.nbytes for a, f in (reader.states(n) for n in range(len(MASKS))))
+    rows = sum(map(len, MASKS))
+    assert planned.store_bytes == states + rows * 5 + len(MASKS) * budget.INDEX_BYTES_PER_SAMPLE
+    with pytest.raises(UserError, match="max_bytes"):
+        budget.require_space(planned, tmp_path, max_bytes=10)
+
+
+def test_unknown_codec() -> None:
+    with pytest.raises(UserError, match="codec.name=zip"):
+        codecs.get("zip")
