@@ -199,6 +199,7 @@ class LoggerConfig:
     wandb: bool = True
     project: str = "eagle3"
     group: str | None = None
+    """Default: run_name."""
     mode: str | None = None
     """online, offline or disabled; default online with WANDB_API_KEY set, else offline."""
 

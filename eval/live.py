@@ -8,6 +8,7 @@ one before it.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -172,6 +173,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         },
     }
     write_json(config.eval_dir / "results.json", results)
+    _write_outputs(config.eval_dir / "outputs.jsonl", prompts, plain, speculative)
     Manifest(
         kind="eval",
         match={"target": target.identity()},
@@ -182,6 +184,33 @@ def evaluate(config: Config) -> dict[str, Any]:
     return results
 
 
+def _write_outputs(
+    path: Path, prompts: dict[str, list[Prompt]], plain: Runs, speculative: Runs
+) -> None:
+    """Every request's tokens and histogram, so that figures can be looked into and recomputed."""
+    lines = []
+    for (name, concurrency), run in speculative.items():
+        for prompt, before, answer, histogram in zip(
+            prompts[name],
+            plain[name, concurrency].answers,
+            run.answers,
+            run.histograms,
+            strict=True,
+        ):
+            row = {
+                "benchmark": name,
+                "concurrency": concurrency,
+                "id": prompt.id,
+                "input_ids": prompt.input_ids,
+                "output_ids": answer.output_ids,
+                "identical": answer.output_ids == before.output_ids,
+                "histogram": histogram,
+                "seconds": {"plain": before.latency_s, "speculative": answer.latency_s},
+            }
+            lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+
+
 def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
     if not config.logger.wandb:
         return
@@ -190,7 +219,7 @@ def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
     tracker = Wandb(
         config.eval_dir,
         project=config.logger.project,
-        group=config.logger.group,
+        group=config.logger.group or config.run_name,
         name=f"{config.run_name}-eval",
         mode=config.logger.mode,
         config=config.resolved(),

@@ -261,7 +261,7 @@ class Trainer:
                 Wandb(
                     self.root,
                     project=logger.project,
-                    group=logger.group,
+                    group=logger.group or self.config.run_name,
                     name=f"{self.config.run_name}-{self.root.name}",
                     mode=logger.mode,
                     config=self.config.resolved(),

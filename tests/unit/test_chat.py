@@ -11,8 +11,9 @@ CHATML = (
 )
 # each marker below is spelled with this tokenizer's two special tokens
 LLAMA3 = (
-    "{{ '<|endoftext|>' }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_start|>\n\n' "
-    "+ m['content'] | trim + '<|im_end|>' }}{% endfor %}"
+    "{{ '<|endoftext|>' }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '<|im_start|>\n\n' }}"
+    "{{ m['content'] | trim + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_start|>\n\n' }}{% endif %}"
 )
 MISTRAL = (
@@ -66,7 +67,10 @@ def test_a_template_that_rewrites_history_gives_one_sample_a_turn(target) -> Non
     talk[1]["content"] = "<think>two and two</think>It is 4."
     samples = chat.encode(Record(id="t", messages=talk))
     said = [spoken(chat, s.input_ids, s.loss_mask) for s in samples]
-    assert said == [["<think>two and two</think>It is 4.<|im_end|>"], ["It is 6.\nSurely.<|im_end|>"]]
+    assert said == [
+        ["<think>two and two</think>It is 4.<|im_end|>"],
+        ["It is 6.\nSurely.<|im_end|>"],
+    ]
 
 
 def test_output_ids_are_taken_as_they_are(target) -> None:
@@ -87,11 +91,13 @@ def test_a_cut_off_answer_gets_no_invented_end_of_turn(target) -> None:
     ("template", "messages", "reason"),
     [
         (CHATML, TALK[:1], "no assistant turn"),
-        (CHATML.replace("m['content']", "m['content'] | upper"), TALK, "changes the assistant's text"),
-        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", TALK[:2], "no end-of-turn token"),
+        (CHATML.replace("m['content']", "m['content'] | upper"), TALK, "changes the assistant"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", TALK[:2], "no end-of-turn"),
         ("{{ raise_exception('no system') }}", TALK, "rejects the conversation"),
     ],
 )  # fmt: skip
-def test_unfaithful_templates_are_counted_not_trained_on(target, template, messages, reason) -> None:
+def test_unfaithful_templates_are_counted_not_trained_on(
+    target, template, messages, reason
+) -> None:
     with pytest.raises(RowError, match=reason):
         encoder(target, template).encode(Record(id="t", messages=messages))

@@ -63,8 +63,13 @@ def test_bad_rows_have_a_reason(row: object, reason: str) -> None:
 
 
 def test_tool_calls_and_reasoning_are_kept() -> None:
-    turn = {"role": "assistant", "content": None, "tool_calls": [{"x": 1}], "reasoning_content": "r"}
-    kept = parse({"messages": [USER, turn], "tools": "[{\"name\": \"f\"}]"}, 0)
+    turn = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"x": 1}],
+        "reasoning_content": "r",
+    }
+    kept = parse({"messages": [USER, turn], "tools": '[{"name": "f"}]'}, 0)
     assert kept.messages[1]["tool_calls"] == [{"x": 1}] and kept.tools == [{"name": "f"}]
     assert kept.messages[1]["reasoning_content"] == "r"
 

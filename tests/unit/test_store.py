@@ -48,7 +48,9 @@ def test_round_trip_and_packed_batches(tmp_path: Path, shard_bytes: int, codec: 
     for number, sample in enumerate(samples()):
         ids, mask = reader.tokens(number)
         aux, final = reader.states(number)
-        assert torch.equal(ids, sample.input_ids.long()) and torch.equal(mask, sample.loss_mask.bool())
+        assert torch.equal(ids, sample.input_ids.long()) and torch.equal(
+            mask, sample.loss_mask.bool()
+        )
         assert torch.equal(aux, sample.aux.to(dtype))
         assert torch.equal(final, sample.final[needed_final(mask)].to(dtype))
     order = [4, 0, 2]

@@ -1,0 +1,141 @@
+"""What the ci experiment must achieve: floors that a random or misaligned drafter fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from eagle3 import export
+from eagle3.target import Target
+from eval.offline import sample_histograms
+from tests.e2e.conftest import Run, make
+
+pytestmark = pytest.mark.server
+
+
+def results(run: Run) -> dict:
+    return json.loads((run.folder / "eval" / "results.json").read_text())
+
+
+def test_every_stage_leaves_a_manifest_with_its_inputs(ci_run: Run) -> None:
+    for folder, kind in (
+        ("responses", "responses"), ("store", "store"), ("train", "checkpoints"),
+        ("drafter", "drafter"), ("eval", "eval"),
+    ):  # fmt: skip
+        manifest = json.loads((ci_run.folder / folder / "manifest.json").read_text())
+        assert manifest["kind"] == kind and manifest["config"]["run_name"] == "ci"
+        assert manifest["versions"]["sglang"] != "not installed"
+
+
+def test_live_acceptance_is_far_above_chance_and_a_bigram(ci_run: Run) -> None:
+    found = results(ci_run)
+    assert found["step0_acceptance"]["value"] > 0.5
+    assert found["step0_acceptance"]["ci95"][0] > found["bigram"]["step0_acceptance"] + 0.05
+    assert found["accept_length"] > 1.8
+    marginal = found["acceptance_per_step"]
+    assert marginal == sorted(marginal, reverse=True) and len(marginal) == 3
+
+
+def test_greedy_outputs_are_identical_with_and_without_the_drafter(ci_run: Run) -> None:
+    assert results(ci_run)["identical_outputs"] == 1.0
+
+
+def test_offline_prediction_is_near_the_live_figure(ci_run: Run) -> None:
+    found = results(ci_run)
+    live, predicted = found["step0_acceptance"], found["offline"]
+    slack = (
+        live["ci95"][1] - live["ci95"][0] + predicted["step0_ci95"][1] - predicted["step0_ci95"][0]
+    ) / 2
+    assert abs(live["value"] - found["offline_step0_acceptance"]) < slack
+    assert "offline prediction" in ci_run.output["eval"]
+
+
+@torch.no_grad()
+def test_live_histograms_are_those_of_our_own_drafter(ci_run: Run, target: Target) -> None:
+    """Replays every answer with Hugging Face states: same drafts accepted at the same steps."""
+    from transformers import AutoModelForCausalLM
+
+    drafter, aux_layers = export.load_sglang(ci_run.folder / "drafter", target)
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+    rows = [
+        json.loads(x) for x in (ci_run.folder / "eval" / "outputs.jsonl").read_text().splitlines()
+    ]
+    same = accepted_live = accepted_ours = 0
+    for row in rows:
+        ids = row["input_ids"] + row["output_ids"]
+        mask = [0] * len(row["input_ids"]) + [1] * len(row["output_ids"])
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        aux = torch.cat([states[k][0] for k in aux_layers], dim=-1)
+        (ours,) = sample_histograms(drafter, ids, mask, aux, len(row["histogram"]) - 1)
+        same += ours == row["histogram"]
+        accepted_live += sum(k * n for k, n in enumerate(row["histogram"]))
+        accepted_ours += sum(k * n for k, n in enumerate(ours))
+    # the last verify step may accept drafts past the end of an answer, which we do not count
+    assert abs(accepted_live - accepted_ours) <= len(rows) * 2
+    assert accepted_ours > 0.95 * accepted_live - len(rows)
+
+
+def test_training_learned_and_logged(ci_run: Run) -> None:
+    lines = [
+        json.loads(x) for x in (ci_run.folder / "train" / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [x["train/loss"] for x in lines if "train/loss" in x]
+    assert losses[-1] < 0.7 * losses[0]
+    steps = [x["step"] for x in lines if "train/loss" in x]
+    assert steps == sorted(set(steps))
+    last = [x for x in lines if "validation/accept_length" in x][-1]
+    assert last["validation/acceptance_0"] <= 1 and last["validation/accept_length"] > 1.5
+    assert any("train/tokens_per_s" in x for x in lines)
+    assert list((ci_run.folder / "train" / "wandb").glob("offline-run-*"))
+
+
+def test_the_report_shows_the_figures_and_plots(ci_run: Run) -> None:
+    text = (ci_run.folder / "eval" / "report.md").read_text()
+    assert f"{results(ci_run)['step0_acceptance']['value']:.1%}" in text
+    for plot in ("acceptance", "speed", "learning"):
+        assert (ci_run.folder / "eval" / f"{plot}.png").stat().st_size > 5000
+    assert "peak memory" in text
+
+
+def test_the_spool_is_gone_and_stages_are_no_ops_when_done(ci_run: Run) -> None:
+    from pathlib import Path
+
+    before = (ci_run.folder / "store" / "shard-00000.safetensors").stat().st_mtime_ns
+    runs = ci_run.folder.parent
+    again = make("extract", f"runs_dir={runs}")
+    assert "is complete" in again.stderr
+    assert (ci_run.folder / "store" / "shard-00000.safetensors").stat().st_mtime_ns == before
+    assert not [
+        p
+        for p in Path("/dev/shm").glob("eagle3-*")
+        if p.stat().st_mtime > 0 and not any(p.iterdir())
+    ]
+
+
+def test_other_settings_do_not_mix_into_a_finished_run(ci_run: Run) -> None:
+    runs = ci_run.folder.parent
+    for stage, override, key in (
+        ("extract", "codec=bf16", "codec"),
+        ("train", "draft.vocab_size=512", "draft"),
+        ("respond", "respond.temperature=0.5", "sampling"),
+        ("train", "target.aux_layers=[1,2,3]", "aux_layers"),
+    ):
+        done = make(stage, f"runs_dir={runs} {override}", check=False)
+        assert done.returncode == 2 and key in done.stderr, done.stderr[-2000:]
+
+
+def test_sweep_gives_each_job_its_own_folder_in_one_wandb_group(ci_run: Run) -> None:
+    runs = ci_run.folder.parent
+    make("sweep", f"runs_dir={runs} optimizer.lr=1e-3,3e-3 train.epochs=null train.max_steps=3")
+    folders = sorted((ci_run.folder / "sweep").iterdir())
+    assert [f.name for f in folders] == ["0", "1"]
+    rates = []
+    for folder in folders:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["facts"]["steps"] == 3
+        rates.append(manifest["config"]["optimizer"]["lr"])
+        assert list((folder / "wandb").glob("offline-run-*"))
+        assert manifest["config"]["logger"]["group"] is None  # the group is the run's name
+    assert rates == [1e-3, 3e-3]

@@ -1,0 +1,68 @@
+"""Commands check their configuration before anything starts: exit 2, a message, no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from eagle3.config import Config, from_dict_config
+from eagle3.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def load(*overrides: str, command: str = "train") -> Config:
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
+        return from_dict_config(compose(command, list(overrides)))
+
+
+@pytest.mark.parametrize("command", ["respond", "extract", "train", "export", "eval"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_for_every_command(command: str, experiment: str) -> None:
+    config = load(f"experiment={experiment}", command=command)
+    assert config.run_name and config.target.path and config.benchmark
+
+
+@pytest.mark.parametrize("group", ["server", "codec", "optimizer", "deepspeed", "logger", "target"])
+def test_every_group_option_fits_the_schema(group: str) -> None:
+    for file in (ROOT / "conf" / group).glob("*.yaml"):
+        extra = ["server.url=http://127.0.0.1:1"] if file.stem == "url" else []
+        load("experiment=ci", f"{group}={file.stem}", *extra)
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(UserError, match=r"run_name.*target\.path"):
+        load()
+
+
+def test_secrets_stay_out_of_manifests() -> None:
+    config = load("experiment=ci", "server.api_key=hunter2")
+    assert config.resolved()["server"]["api_key"] == "***"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["experiment=ci", "train.lr=1"], "lr"),
+        (["experiment=ci", "train.accumulation=many"], "accumulation"),
+        (["experiment=nonesuch"], "nonesuch"),
+        ([], "run_name"),
+        (["experiment=ci", "target.path=/nowhere/model"], "target.path=/nowhere/model"),
+        (["experiment=ci", "run_name=empty", "runs_dir=/tmp/eagle3-none"], "manifest.json"),
+    ],
+)
+def test_a_users_mistake_exits_with_2_and_no_traceback(overrides: list[str], named: str) -> None:
+    done = run("training.train", *overrides)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert named in done.stderr and "Traceback" not in done.stderr

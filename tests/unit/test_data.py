@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+
+from eagle3.config import OptimizerConfig
+from eagle3.errors import UserError
+from training.data import BatchPlan, Split, pack
+from training.engine import learning_rate
+
+LENGTHS = np.random.default_rng(0).integers(1, 60, size=200)
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 10, 99])
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.3, 0.5])
+def test_splits_are_disjoint_and_complete(num_samples: int, ratio: float) -> None:
+    split = Split.make(num_samples, ratio, seed=1)
+    assert sorted(split.train + split.validation) == list(range(num_samples))
+    assert split.train and bool(split.validation) == (ratio > 0)
+    assert split == Split.make(num_samples, ratio, seed=1)
+
+
+def test_too_few_samples_to_split() -> None:
+    with pytest.raises(UserError, match="validation_ratio"):
+        Split.make(1, 0.05, seed=0)
+
+
+def plan(seed: int = 0) -> BatchPlan:
+    return BatchPlan(lengths=LENGTHS, numbers=range(200), tokens_per_batch=128, seed=seed)
+
+
+def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
+    epochs = [sum(plan().epoch(e), []) for e in range(3)]
+    assert all(sorted(e) == list(range(200)) for e in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_batches_stay_within_the_token_budget() -> None:
+    for batch in plan().epoch(0):
+        assert 0 < sum(LENGTHS[n] for n in batch) <= 128
+
+
+def test_the_stream_is_a_pure_function_of_seed_and_index() -> None:
+    first = [plan().micro_batch(i) for i in range(150)]
+    asked_backwards = plan()
+    assert [asked_backwards.micro_batch(i) for i in reversed(range(150))] == first[::-1]
+    assert [plan(seed=1).micro_batch(i) for i in range(20)] != first[:20]
+
+
+def test_number_of_batches() -> None:
+    p = plan()
+    per_epoch = [len(p.epoch(e)) for e in range(3)]
+    assert p.num_batches(2) == per_epoch[0] + per_epoch[1]
+    assert p.num_batches(0.5) == round(per_epoch[0] / 2)
+    assert p.num_batches(2.5) == per_epoch[0] + per_epoch[1] + round(per_epoch[2] / 2)
+
+
+def test_a_sample_longer_than_a_batch_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="tokens_per_batch=20"):
+        BatchPlan(lengths=LENGTHS, numbers=range(200), tokens_per_batch=20, seed=0)
+
+
+def test_pack_keeps_the_order() -> None:
+    assert pack([2, 0, 1], np.array([3, 3, 4]), 7) == [[2, 0], [1]]
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
+    rates = torch.tensor([learning_rate(s, 100, config) for s in range(100)])
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert (rates[9:].diff() <= 0).all() and rates[-1] == pytest.approx(0.2, abs=1e-3)

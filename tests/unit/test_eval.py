@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eval.baseline import Bigram
+from eval.offline import sample_histograms
+from eval.stats import acceptance, marginals
+from eval.walk import generated_spans, walk
+from tests.conftest import make_batch, tiny_drafter
+
+
+def test_figures_of_a_hand_made_histogram() -> None:
+    # ten verify steps of three drafts: 4 rejected at once, 3 with one, 2 with two, 1 with all three
+    found = acceptance([[4, 3, 2, 1]])
+    assert found.marginal == pytest.approx([0.6, 0.3, 0.1])
+    assert found.step0 == pytest.approx(0.6)
+    assert found.conditional == pytest.approx([0.6, 0.5, 1 / 3])
+    assert found.accept_length == pytest.approx(2.0)  # (4*1 + 3*2 + 2*3 + 1*4) / 10 tokens a step
+    assert found.verify_steps == 10
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(100):
+        rates = rng.beta(6, 4, size=60)  # requests differ: mean 0.6
+        table = [np.bincount(rng.random(20) < r, minlength=2).tolist() for r in rates]
+        low, high = acceptance(table, seed=trial).step0_ci95
+        hits += low <= 0.6 <= high
+    assert 85 <= hits <= 100
+
+
+def test_no_verify_step_gives_zero_not_nan() -> None:
+    assert marginals(np.zeros(4, dtype=int)).tolist() == [0, 0, 0]
+    assert acceptance([[0, 0]]).accept_length == 1.0
+
+
+def test_spans() -> None:
+    assert generated_spans([0, 1, 1, 0, 1]) == [(1, 3), (4, 5)]
+    assert generated_spans([0, 0]) == [] and generated_spans([1]) == [(0, 1)]
+
+
+def test_walk_of_a_perfect_drafter() -> None:
+    tokens = list(range(10))
+    found = walk(tokens, (2, 10), lambda last, k: list(range(last + 1, last + 1 + k)), 3)
+    # 2 is known; 3 4 5 +6; 7 8 9 and the answer ends
+    assert found == [0, 0, 0, 2]
+
+
+def test_walk_counts_drafts_beyond_the_end_as_rejected() -> None:
+    tokens = [0, 1, 2]
+    found = walk(tokens, (0, 3), lambda last, k: [last + 1 + i for i in range(k)], 4)
+    assert found == [0, 0, 1, 0, 0]
+
+
+def test_walk_stops_at_the_first_wrong_draft() -> None:
+    tokens = [0, 1, 2, 3, 4]
+    found = walk(tokens, (0, 5), lambda last, k: [last + 1, -1, last + 3], 3)
+    assert found == [0, 2, 0, 0]
+
+
+def test_bigram_drafts_the_most_frequent_follower() -> None:
+    bigram = Bigram([[1, 2, 3], [1, 2, 4], [2, 3, 1]])
+    assert bigram.draft(1, 3) == [2, 3, 1]
+    assert bigram.draft(9, 2) == [-1, -1]
+    assert bigram.histogram([1, 2, 3], 2) == [0, 0, 1]
+
+
+def test_offline_histogram_equals_a_walk_with_a_fresh_cache_every_time() -> None:
+    from eagle3.decode import ChainDrafter
+
+    drafter, _ = tiny_drafter()
+    mask = [0, 0, 0] + [1] * 12 + [0, 0] + [1] * 6
+    batch = make_batch([mask], drafter.config)
+    tokens = batch.input_ids.tolist()
+
+    def fresh(last: int, steps: int) -> list[int]:
+        chain = ChainDrafter(drafter)
+        chain.extend(batch.aux[:last], batch.input_ids[1 : last + 1])
+        return chain.draft(steps)
+
+    # make some drafts come true
+    for last in (3, 9):
+        drafts = fresh(last, 2)
+        tokens[last + 1 : last + 3] = drafts
+        batch.input_ids = torch.tensor(tokens)
+    found = sample_histograms(drafter, tokens, mask, batch.aux, 3)
+    assert found == [walk(tokens, span, fresh, 3) for span in generated_spans(mask)]
+    assert sum(found[0][1:]) >= 1
+
+
+def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
+    from eval import report
+
+    figures = {
+        "step0_acceptance": {"value": 0.5, "ci95": [0.4, 0.6]}, "acceptance_per_step": [0.5, 0.2],
+        "accept_length": 1.7, "tok_s": {"plain": 10.0, "speculative": 15.0}, "speedup": 1.5,
+        "identical_outputs": 1.0,
+    }  # fmt: skip
+    results = {
+        **figures, "offline_step0_acceptance": None, "offline": None,
+        "benchmarks": {"gsm": {"1": figures}}, "versions": {}, "machine": {}, "git_commit": "x",
+        "settings": {},
+    }  # fmt: skip
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
+    text = report.write(tmp_path).read_text()
+    assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 100.0% |" in text
+    assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {"acceptance.png", "speed.png"}

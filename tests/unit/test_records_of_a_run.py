@@ -1,0 +1,74 @@
+"""Manifests, metrics and usage: what a run leaves behind for people and for later stages."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3 import usage
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest, require_match
+from eagle3.metrics import JsonLines, Metrics, Wandb
+
+
+def test_manifest_round_trip_and_kind(tmp_path: Path) -> None:
+    manifest = Manifest(kind="store", match={"a": 1}, facts={"complete": True})
+    manifest.save(tmp_path)
+    found = Manifest.load(tmp_path, "store")
+    assert found == manifest and found.hash() == manifest.hash()
+    with pytest.raises(UserError, match="holds 'store', expected 'drafter'"):
+        Manifest.load(tmp_path, "drafter")
+    with pytest.raises(UserError, match="no manifest.json"):
+        Manifest.load(tmp_path / "else", "store")
+
+
+def test_mismatches_are_named_with_both_values() -> None:
+    with pytest.raises(UserError, match=r"layers: configured \[1\], found \[2\]") as error:
+        require_match(
+            {"layers": [1], "same": 0}, {"layers": [2], "same": 0}, "the store", "Mend it."
+        )
+    assert "same" not in str(error.value) and "Mend it." in str(error.value)
+    require_match({"a": 1}, {"b": 2}, "", "")
+
+
+def test_metrics_are_cut_back_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in (10, 20, 30):
+        lines.log(step, {"loss": step})
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')  # killed while writing
+    JsonLines(path, resume_step=20).log(30, {"loss": -1})
+    assert [(r["step"], r["loss"]) for r in map(json.loads, path.read_text().splitlines())] == [
+        (10, 10), (20, 20), (30, -1),
+    ]  # fmt: skip
+
+
+def test_wandb_keeps_one_run_across_resumes_offline(tmp_path: Path) -> None:
+    for step in (1, 2):
+        run = Wandb(
+            tmp_path,
+            project="p",
+            group="g",
+            name="n",
+            mode="offline",
+            config={"lr": 1},
+            job_type="train",
+        )
+        Metrics([run]).log(step, {"loss": 1.0})
+        assert run.run.id == (tmp_path / "wandb-train-id").read_text() and run.run.group == "g"
+        run.close()
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+
+
+def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
+    path = tmp_path / "usage.json"
+    for name in ("extract", "train"):
+        with usage.recorded(name, path):
+            time.sleep(0.1)
+    found = json.loads(path.read_text())
+    assert set(found) == {"extract", "train"} and found["train"]["peak_memory_gb"] > 0.01
+    with pytest.raises(ZeroDivisionError), usage.recorded("eval", path):
+        1 / 0  # noqa: B018
+    assert "eval" not in json.loads(path.read_text())

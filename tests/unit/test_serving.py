@@ -1,0 +1,198 @@
+import http.server
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eagle3.errors import UserError
+from eagle3.serving import server as servers
+from eagle3.serving import watch
+from eagle3.serving.client import Client, RequestFailed, in_order
+from eagle3.serving.server import Launch, check_version, command, connect
+
+
+def test_results_come_in_order_with_bounded_look_ahead() -> None:
+    drawn, running, peak = [], 0, 0
+    lock = threading.Lock()
+
+    def items():
+        for i in range(50):
+            drawn.append(i)
+            yield i
+
+    def work(i: int) -> int:
+        nonlocal running, peak
+        with lock:
+            running += 1
+            peak = max(peak, running)
+        time.sleep(0.05 if i == 0 else 0.001)
+        with lock:
+            running -= 1
+        return i * i
+
+    results = in_order(work, items(), 4)
+    assert next(results) == 0
+    assert len(drawn) == 8  # twice the concurrency, however long the first one took
+    assert list(results) == [i * i for i in range(1, 50)]
+    assert peak <= 4
+
+
+def test_an_exception_arrives_at_its_items_turn() -> None:
+    def work(i: int) -> int:
+        if i == 3:
+            raise KeyError(i)
+        return i
+
+    results = in_order(work, range(100), 2)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError):
+        next(results)
+
+
+@pytest.fixture
+def http_server():
+    """A server that answers from a list of (status, body)."""
+    replies: list[tuple[int, dict]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, body = replies.pop(0)
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", replies
+        server.shutdown()
+
+
+OK = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
+
+
+def test_server_errors_are_retried(http_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.serving.client.RETRY_WAITS_S", (0.0, 0.0))
+    url, replies = http_server
+    replies += [(500, {}), (503, {}), (200, OK)]
+    answer = Client(url).generate([1], {})
+    assert answer.output_ids == [5] and answer.finish == "stop"
+    replies += [(500, {"error": "boom"})] * 3
+    with pytest.raises(RequestFailed, match="boom"):
+        Client(url).generate([1], {})
+
+
+def test_a_refused_request_is_not_repeated(http_server) -> None:
+    url, replies = http_server
+    replies += [(400, {"error": "too long"}), (200, OK)]
+    with pytest.raises(RequestFailed, match="too long"):
+        Client(url).generate([1], {})
+    assert len(replies) == 1
+
+
+def test_nothing_at_the_url_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="no SGLang server answers"), connect("http://127.0.0.1:9"):
+        pass
+
+
+def test_command_line() -> None:
+    what = Launch(
+        model=Path("m"),
+        log=Path("l"),
+        args={"tp_size": 2, "skip": True, "no": False, "list": [1, 2]},
+    )
+    line = command(what, 31000, "triton")
+    text = " ".join(line)
+    assert "--attention-backend triton" in text and "--tp-size 2 --skip --list 1 2" in text
+    assert "--no" not in line and "--model-path m --host 127.0.0.1 --port 31000" in text
+
+
+@pytest.mark.parametrize("found", ["0.5.13", "0.5.24", "0.6.0"])
+def test_untried_versions_are_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "version", lambda _: found)
+    with pytest.raises(UserError, match=found):
+        check_version()
+
+
+def start(code: str, log: Path) -> subprocess.Popen:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", code], stdout=output, stderr=output, start_new_session=True
+        )
+
+
+BUSY = "import time; print('loading', flush=True)\nwhile True: pass"
+CHATTY = "import time\nwhile True: print('.', flush=True); time.sleep(0.1)"
+GROWING = (
+    "import time; x = []\nwhile True: x.append(bytearray(10**7)); print(len(x)); time.sleep(0.02)"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "reason"),
+    [
+        ("print('no kernel image'); raise SystemExit(3)", (30, None, None), "the process ended"),
+        (CHATTY, (1.5, None, None), "not ready within 2 s|not ready within 1 s"),
+        (BUSY, (30, None, 1.0), "no log line for 1 s"),
+        (GROWING, (30, 0.2, None), "over the limit of 0.2 GB"),
+    ],
+)
+def test_a_server_that_never_comes_up_is_given_up(
+    tmp_path: Path, code: str, limits, reason: str
+) -> None:
+    log = tmp_path / "log"
+    process = start(code, log)
+    bounds = watch.Limits(deadline_s=limits[0], memory_gb=limits[1], stall_s=limits[2])
+    try:
+        with pytest.raises(watch.ServerFailed, match=reason) as failure:
+            watch.wait_until(lambda: False, process.pid, log, bounds, poll_s=0.1)
+        assert log.read_text().splitlines()[0] in str(failure.value)
+    finally:
+        watch.end(process.pid)
+        process.wait()
+
+
+def test_end_reaches_children_in_sessions_of_their_own(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " start_new_session=True)\nprint(c.pid, flush=True)\ntime.sleep(60)"
+    )
+    log = tmp_path / "log"
+    process = start(code, log)
+    deadline = time.monotonic() + 10
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(log.read_text())
+    watch.end(process.pid)
+    process.wait()
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_failing_backends_are_tried_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen:
+        tried.append(backend)
+        return start(f"print('backend {backend} is broken')", what.log)
+
+    monkeypatch.setattr(servers, "_spawn", spawn)
+    what = Launch(model=Path("m"), log=tmp_path / "log", backends=["fa3", "triton"])
+    with pytest.raises(watch.ServerFailed) as failure, servers.launch(what):
+        pass
+    assert tried == ["fa3", "triton"]
+    assert "backend fa3 is broken" in str(failure.value) and "backend triton is broken" in str(
+        failure.value
+    )
