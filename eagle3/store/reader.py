@@ -40,7 +40,7 @@ class StoreReader:
             raise UserError(f"the store in {folder} is not finished; run the extract command again")
         if not files or (complete and len(files) != self.manifest.facts["shards"]):
             raise UserError(f"the store in {folder} lacks shards: {len(files)} found")
-        self.index = concatenate_datasets([Dataset.from_file(str(f)) for f in files])
+        self.index = concatenate_datasets([_index(Dataset, f) for f in files])
         table = self.index.with_format("numpy")
         self.ids: list[str] = list(self.index["id"])
         self.lengths: np.ndarray = np.asarray(table["rows"])
@@ -134,3 +134,13 @@ class StoreReader:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} is missing or damaged: {error}") from error
         return self._open[shard]
+
+
+def _index(dataset: Any, path: Path) -> Any:
+    """Index file of a shard, memory-mapped."""
+    import pyarrow
+
+    try:
+        return dataset.from_file(str(path))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {error}") from error

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3 import provenance
 from eagle3.batch import needed_final
 from eagle3.errors import UserError
 from eagle3.manifest import NAME, Manifest, require_match
@@ -104,7 +105,12 @@ class StoreWriter:
     def finish(self, facts: dict[str, Any]) -> None:
         """Commit the rest and mark the store complete."""
         self.flush()
-        self.manifest.facts = {**facts, "complete": True, "shards": self.num_shards}
+        self.manifest.facts = {
+            **facts,
+            "complete": True,
+            "shards": self.num_shards,
+            "index_sha256": [provenance.hash_file(f) for f in index_files(self.folder)],
+        }
         self.manifest.save(self.folder)
 
     def _encode(self, sample: Sample) -> dict[str, Tensor]:
