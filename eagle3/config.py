@@ -187,6 +187,10 @@ class EvalConfig:
     """Drafts per verify step (a chain: topk 1, num_steps + 1 draft tokens)."""
     warmup: int = 2
     """Requests before measuring starts."""
+    plain_url: str | None = None
+    """Measure a running server without speculation instead of starting one."""
+    speculative_url: str | None = None
+    """Likewise one that serves the drafter; it must run with this configuration's settings."""
     offline: bool = True
     require_identical: bool = False
     """Exit non-zero unless every greedy output is the same with and without the drafter."""

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3 import provenance
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.layers import from_sglang, to_sglang
@@ -92,6 +93,7 @@ def save_sglang(
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.rename(folder / "model.safetensors")
     write_json(folder / "config.json", sglang_config(drafter.config, aux_layers, target, dtype))
+    manifest.inputs["weights"] = provenance.hash_file(folder / "model.safetensors")
     manifest.save(folder)
     if found := problems(folder):
         raise RuntimeError(f"the exported drafter in {folder} is wrong: {found}")

@@ -54,8 +54,9 @@ class Manifest:
         return cls(**data)
 
     def hash(self) -> str:
-        """Identity of this folder for the manifests of the stages that read it."""
-        return provenance.hash_json({"kind": self.kind, "match": self.match, "facts": self.facts})
+        """Identity of this folder for the manifests of the stages that read it: what it was made
+        from and how, not how long that took."""
+        return provenance.hash_json([self.kind, self.match, self.inputs])
 
 
 def require_match(wanted: dict[str, Any], found: dict[str, Any], where: str, remedy: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,12 @@ def run_server(
 ) -> tuple[Runs, dict[str, Any]]:
     """Answer everything on one server; returns the runs and the settings in force."""
     name = "speculative" if speculative else "plain"
-    args = {"disable_radix_cache": True, **(speculative_args(config) if speculative else {})}
+    wanted = speculative_args(config) if speculative else {"speculative_algorithm": None}
+    args = {"disable_radix_cache": True, **wanted}
     log_file = config.run_dir / "logs" / f"eval-{name}-server.log"
     runs: Runs = {}
-    with get_server(config.server, target.folder, log_file, args=args) as server:
+    url = config.eval.speculative_url if speculative else config.eval.plain_url
+    with get_server(replace(config.server, url=url), target.folder, log_file, args=args) as server:
         info = server.client.info()
         settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
             k: info.get(k) for k in ("attention_backend", "dtype", "disable_radix_cache", "tp_size")
@@ -143,6 +146,11 @@ def evaluate(config: Config) -> dict[str, Any]:
     )  # fmt: skip
     if found := formats.problems(config.drafter_dir):
         raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
+    if config.server.url:
+        raise UserError(
+            "eval compares two servers: it starts both, or set eval.plain_url and "
+            "eval.speculative_url instead of server.url"
+        )
     prompts = benchmarks.load(config, target)
     predicted = offline(config) if config.eval.offline else None
     plain, plain_settings = run_server(config, target, prompts, speculative=False)

@@ -181,7 +181,7 @@ def _extractor(config: Config, target: Target, aux_layers: list[int]) -> Iterato
             env={SPOOL_VARIABLE: str(folder), LAYERS_VARIABLE: json.dumps(aux_layers)},
             plugins=["eagle3_capture"],
         ) as server:
-            _require_capture(spool, target, aux_layers)
+            _require_capture(spool, aux_layers, {config.target.path, str(target.folder)})
             yield Extractor(server.client, spool, Verifier(target, len(aux_layers)))
     finally:
         if not config.server.url:
@@ -203,8 +203,12 @@ def _concurrency(config: Config, target: Target, num_aux: int) -> int:
     return min(config.extract.concurrency, room)
 
 
-def _require_capture(spool: Spool, target: Target, aux_layers: list[int]) -> None:
-    """Refuse a server whose plugin is missing, failed, or captures something else."""
+def _require_capture(spool: Spool, aux_layers: list[int], models: set[str]) -> None:
+    """Refuse a server whose plugin is missing, failed, or captures something else.
+
+    Args:
+        models: the names under which the server may know the target.
+    """
     if (error := spool.error()) is not None:
         raise UserError(f"the server's capture plugin refused to work:\n{error}")
     found = spool.capture()
@@ -213,10 +217,10 @@ def _require_capture(spool: Spool, target: Target, aux_layers: list[int]) -> Non
             "the server answers, but its capture plugin is not active. Is eagle3 installed in the "
             f"server's environment, and {SPOOL_VARIABLE}={spool.folder} set?"
         )
-    wanted = {"aux_layers": aux_layers, "model_path": str(target.folder)}
-    differing = {k: (wanted[k], found[k]) for k in wanted if wanted[k] != found[k]}
-    if differing:
-        raise UserError(f"the server captures something else (wanted, found): {differing}")
+    if found["aux_layers"] != aux_layers:
+        raise UserError(f"the server captures layers {found['aux_layers']}, not {aux_layers}")
+    if found["model_path"] not in models:
+        raise UserError(f"the server serves {found['model_path']}, not {sorted(models)}")
 
 
 def _run_key(config: Config) -> str:

@@ -8,6 +8,12 @@ process.
     H]
 
 Files appear under their name only when whole. Nothing is pickled; names come from integers only.
+
+`extract` makes the spool of a server it starts. For a server of your own:
+
+    python -m extraction.spool /dev/shm/eagle3 2,16,29
+
+makes one and prints the environment and flags to start that server with.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,3 +123,22 @@ class Spool:
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.folder / name
         return json.loads(path.read_text()) if path.exists() else None
+
+
+def main() -> None:
+    """Make a spool for a server that somebody else starts, on this host."""
+    if len(sys.argv) != 3 or not re.fullmatch(r"\d+(,\d+)*", sys.argv[2]):
+        sys.stderr.write("usage: python -m extraction.spool FOLDER LAYER,LAYER,...\n")
+        raise SystemExit(2)
+    folder = Path(sys.argv[1]).resolve()
+    Spool.create(folder)
+    sys.stdout.write(
+        f"export SGLANG_PLUGINS=eagle3_capture {SPOOL_VARIABLE}={folder} "
+        f"{LAYERS_VARIABLE}=[{sys.argv[2]}]\n"
+        "# python -m sglang.launch_server ... --disable-radix-cache --disable-cuda-graph\n"
+        f"# python -m extraction.extract ... server.url=http://HOST:PORT extract.spool={folder}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

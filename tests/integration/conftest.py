@@ -39,7 +39,7 @@ def capture_server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
         env={SPOOL_VARIABLE: str(spool.folder), LAYERS_VARIABLE: json.dumps(AUX_LAYERS)},
         plugins=["eagle3_capture"],
     ) as server:
-        _require_capture(spool, target, AUX_LAYERS)
+        _require_capture(spool, AUX_LAYERS, {str(target.folder)})
         yield Extractor(server.client, spool, Verifier(target, len(AUX_LAYERS)))
 
 
