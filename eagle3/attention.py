@@ -99,6 +99,8 @@ def segmented(
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv = keys.shape[1]
+    if not pieces:  # nothing to compute, but gradients (zeros) must reach every input
+        return q * (keys.sum() + values.sum())
     grouped = q.view(num_rows, num_kv, num_heads // num_kv, head_dim) / math.sqrt(head_dim)
     own_scores = None
     if own_keys:
@@ -126,4 +128,4 @@ def segmented(
                 "grqk,rkgd->rgqd", own_weights, own_v[piece.start : piece.end]
             )
         outputs.append(mixed.reshape(count, num_heads, head_dim))
-    return torch.cat(outputs) if outputs else torch.zeros_like(q)
+    return torch.cat(outputs)

@@ -113,13 +113,13 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[R, 2H] at positions [R] -> rotated queries [R, heads, head_dim]."""
-        q = self.q_proj(x).view(x.shape[0], -1, self.config.head_dim)
+        q = self.q_proj(x).unflatten(-1, (self.config.num_attention_heads, -1))
         return rotate(q, positions, self.config.rope_theta)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R, 2H] at positions [R] -> rotated keys and values [R, kv_heads, head_dim] each."""
-        k = self.k_proj(x).view(x.shape[0], -1, self.config.head_dim)
-        v = self.v_proj(x).view(x.shape[0], -1, self.config.head_dim)
+        k = self.k_proj(x).unflatten(-1, (self.config.num_key_value_heads, -1))
+        v = self.v_proj(x).unflatten(-1, (self.config.num_key_value_heads, -1))
         return rotate(k, positions, self.config.rope_theta), v
 
 

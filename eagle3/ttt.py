@@ -45,7 +45,11 @@ class TTTOutput:
 
 
 def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[Step]:
-    """Yield each step's rows and states; stops early when no row is supervised."""
+    """Yield each step's rows and states.
+
+    A step without a supervised row is computed like any other, on zero rows: every rank then runs the
+    same graph, so that gradients exist and arrive in the same order, which ZeRO's buckets rely on.
+    """
     layer = drafter.midlayer
     depth = depths(batch)
     positions = batch.positions()
@@ -59,8 +63,6 @@ def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[Step]:
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     for k in range(num_steps):
-        if rows.numel() == 0:
-            return
         at = positions[rows] + k
         q = layer.self_attn.queries(inputs, at)
         if k > 0:
@@ -101,8 +103,7 @@ class TTTModel(nn.Module):
         rows = torch.zeros(num_steps, dtype=torch.int64, device=device)
         accepted = torch.zeros(num_steps, dtype=torch.int64, device=device)
         matched = torch.ones(batch.num_rows, dtype=torch.bool, device=device)
-        # a rank without a supervised row still takes part in the backward pass
-        loss = self.drafter.fc.weight.sum() * 0.0
+        loss = torch.zeros((), device=device)
         for k, step in enumerate(unroll(self.drafter, batch, num_steps)):
             teacher_rows = batch.final_index[step.rows + 1 + k]
             summed, choice = soft_cross_entropy(

@@ -119,12 +119,17 @@ def load_optimizer(engine: Any, folder: Path) -> None:
                 **{kind: moments[kind][name].to(parameter.device) for kind in MOMENTS},
             }
         return
+    # DeepSpeed links parameters to their moments after the first step; here they are needed before it
+    torch_optimizer = engine.optimizer.optimizer
+    for flat in (p for group in torch_optimizer.param_groups for p in group["params"]):
+        torch_optimizer.state[flat] = {
+            "step": torch.tensor(step), **{kind: torch.zeros_like(flat) for kind in MOMENTS}
+        }  # fmt: skip
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in _trainable(engine):
         safe_set_full_fp32_param(parameter, master[name].to(parameter.device))
         for kind in MOMENTS:
             safe_set_full_optimizer_state(parameter, moments[kind][name].to(parameter.device), kind)
-    for entry in engine.optimizer.optimizer.state.values():
-        entry["step"] = torch.tensor(step)
 
 
 def _trainable(engine: Any) -> list[tuple[str, nn.Parameter]]:
