@@ -15,6 +15,13 @@ from eagle3.vocab import DraftVocab
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. Triton looks when its own and our functions are defined,
+    # so they are imported here, before anything else does; servers that tests start look as well.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import eagle3.fast.step  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 ASSETS = Path(__file__).parent / "assets"
 TINY = ASSETS / "tiny-gsm-llama"

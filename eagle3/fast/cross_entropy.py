@@ -55,7 +55,7 @@ def _loss_kernel(
         new_peak = tl.maximum(peak, block_peak)
         total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak), 0)
         peak = new_peak
-        dot += tl.sum(tl.where(inside, tl.exp(t - lse) * x, 0.0), 0)
+        dot += tl.sum(tl.exp(t - lse) * tl.where(inside, x, 0.0), 0)
     normaliser = peak + tl.log(total)
     tl.store(loss + row, normaliser - dot)
     tl.store(top1 + row, best)
