@@ -28,7 +28,6 @@ import platform
 import shlex
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,9 +38,9 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import eagle3
 from eagle3 import fast
 from eagle3.batch import Batch, depths, needed_final
 from eagle3.drafter import Drafter, DrafterConfig
@@ -147,8 +146,7 @@ def ours(model: TTTModel, batches: list[Batch], plain: bool = False) -> System:
 
     on_gpu = fast.supported(model.drafter, batches[0])
     name = "eagle3" if on_gpu and not plain else "eagle3 (plain path)"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return System(name=name, version=project["version"], step=step)
+    return System(name=name, version=eagle3.__version__, step=step)
 
 
 def optimizer_ms(model: TTTModel) -> float:
