@@ -9,6 +9,7 @@ gradients where `supported` says so, several times faster. What it does differen
     varlen.py         flash attention over segments, with the logsumexp
     diagonal.py       the merge, and its gradients
     rope.py           hidden and token half of a projection added and rotated
+    gather.py         rows scattered, heads of a group added up
     norm.py           residual sum and RMS norms in one pass
     swiglu.py         SwiGLU
     cross_entropy.py  lm_head and loss in row chunks; the gradients made while logits exist

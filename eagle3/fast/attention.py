@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3.drafter import DrafterConfig
 from eagle3.fast import varlen
 from eagle3.fast.diagonal import merge, merge_backward
+from eagle3.fast.gather import add_groups, scatter_rows
 from eagle3.fast.layout import Layout
 from eagle3.fast.rope import heads, heads_backward, rotation_table
 
@@ -44,7 +45,10 @@ class UnrollAttention:
         halves = key_value.chunk(2, dim=1)
         heads(halves[0], self.token[1], None, layout.positions, self.table, 0, k)
         heads(halves[1], self.token[2], None, layout.positions, None, 0, v)
-        self.keys, self.values = k[layout.key_rows], v[layout.key_rows]
+        # flash attention would repeat keys for the heads of a group on its own in every backward
+        repeats = self.num_heads // self.num_kv
+        self.keys = k[layout.key_rows].repeat_interleave(repeats, dim=1)
+        self.values = v[layout.key_rows].repeat_interleave(repeats, dim=1)
         total = parts[-1].stop
         # those of step 0 are not own keys: their rows stay unused
         self.own_keys = token.new_empty(total, self.num_kv, self.head_dim)
@@ -81,9 +85,9 @@ class UnrollAttention:
         """Make room for gradients."""
         width = (self.num_heads + 2 * self.num_kv) * self.head_dim
         self.grad_token = self.q.new_zeros(len(self.token[0]), width, dtype=torch.float32)
+        rows = (len(self.keys), len(self.keys), len(self.own_keys), len(self.own_keys))
         self.grad_keys, self.grad_values, self.grad_own_keys, self.grad_own_values = (
-            torch.zeros_like(x, dtype=torch.float32)
-            for x in (self.keys, self.values, self.own_keys, self.own_values)
+            self.q.new_zeros(n, self.num_kv, self.head_dim, dtype=torch.float32) for n in rows
         )
         # a place is written from its row's last step on, and zero before
         self.mixed_slots = torch.zeros_like(self.q[0])
@@ -101,14 +105,14 @@ class UnrollAttention:
         layout, part = self.layout, self.parts[step]
         rows, slots = layout.rows[: mixed.shape[0]], layout.slots[: mixed.shape[0]]
         mixed, grad_mixed = self._as_heads(mixed), self._as_heads(grad_mixed)
-        self.mixed_slots.index_copy_(0, slots, mixed)
-        self.grad_slots.index_copy_(0, slots, grad_mixed)
+        scatter_rows(mixed, slots, self.mixed_slots, add=False)
+        scatter_rows(grad_mixed, slots, self.grad_slots, add=False)
         grad_slots_q, grad_keys, grad_values = varlen.backward(
             self.grad_slots, self.q[step], self.keys, self.values, self.mixed_slots,
             self.logsumexp[step], layout,
         )  # fmt: skip
-        self.grad_keys += grad_keys
-        self.grad_values += grad_values
+        add_groups(grad_keys, self.grad_keys)
+        add_groups(grad_values, self.grad_values)
         grad_q = merge_backward(
             self.q[step], self.own_keys, self.own_values, step, slots, layout.starts, mixed,
             self.logsumexp[step], grad_mixed, grad_slots_q, self.grad_own_keys,

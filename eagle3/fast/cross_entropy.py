@@ -13,6 +13,9 @@ from torch import Tensor
 CHUNK_BYTES = 2**30
 """Size of the largest logits that ever exist."""
 
+LOWEST = tl.constexpr(-1e30)
+"""Below every logit, and finite: a difference of two is not NaN."""
+
 
 @triton.jit
 def _logsumexp_kernel(logits, out, num_columns, BLOCK: tl.constexpr):
@@ -41,21 +44,26 @@ def _loss_kernel(
     lse = tl.load(teacher_lse + taught)
     x_row = logits + row * num_columns
     t_row = teacher_logits + taught * num_columns
-    peak = float("-inf")
-    total = 0.0
-    dot = 0.0
-    best = 0
+    # each lane keeps a running softmax of its own: no reduction, and one exponential, a column
+    lane_peak = tl.full([BLOCK], LOWEST, tl.float32)
+    lane_total = tl.zeros([BLOCK], tl.float32)
+    lane_dot = tl.zeros([BLOCK], tl.float32)
+    lane_best = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < num_columns
-        x = tl.load(x_row + column, mask=inside, other=float("-inf")).to(tl.float32)
-        t = tl.load(t_row + column, mask=inside, other=float("-inf")).to(tl.float32)
-        block_peak, block_best = tl.max(x, 0, return_indices=True)
-        best = tl.where(block_peak > peak, start + block_best, best)
-        new_peak = tl.maximum(peak, block_peak)
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak), 0)
-        peak = new_peak
-        dot += tl.sum(tl.exp(t - lse) * tl.where(inside, x, 0.0), 0)
+        x = tl.load(x_row + column, mask=inside, other=LOWEST).to(tl.float32)
+        t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
+        higher = x > lane_peak
+        ratio = tl.exp(-tl.abs(x - lane_peak))
+        lane_total = tl.where(higher, lane_total * ratio + 1.0, lane_total + ratio)
+        lane_best = tl.where(higher, column, lane_best)
+        lane_peak = tl.maximum(lane_peak, x)
+        lane_dot += tl.exp(t - lse) * x
+    peak = tl.max(lane_peak, 0)
+    total = tl.sum(lane_total * tl.exp(lane_peak - peak), 0)
+    best = tl.min(tl.where(lane_peak == peak, lane_best, num_columns), 0)
+    dot = tl.sum(lane_dot, 0)
     normaliser = peak + tl.log(total)
     tl.store(loss + row, normaliser - dot)
     tl.store(top1 + row, best)
@@ -64,8 +72,8 @@ def _loss_kernel(
         for start in range(0, num_columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < num_columns
-            x = tl.load(x_row + column, mask=inside, other=float("-inf")).to(tl.float32)
-            t = tl.load(t_row + column, mask=inside, other=float("-inf")).to(tl.float32)
+            x = tl.load(x_row + column, mask=inside, other=LOWEST).to(tl.float32)
+            t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
             grad = weight * (tl.exp(x - normaliser) - tl.exp(t - lse))
             tl.store(x_row + column, grad.to(logits.dtype.element_ty), mask=inside)
 

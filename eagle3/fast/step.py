@@ -1,8 +1,8 @@
 """The whole training step behind one autograd function.
 
-Its forward makes the loss and all gradients, while the activations exist; its backward only scales
-them. To autograd, and to an engine such as DeepSpeed that hooks into it, it is one operation on
-the drafter's parameters.
+To autograd, and to an engine such as DeepSpeed that hooks into it, it is one operation on the
+drafter's parameters. Its forward also makes the gradients of the lm_head and of what goes into it,
+since only there the logits exist.
 """
 
 from __future__ import annotations
@@ -93,21 +93,23 @@ class _FastTTT(torch.autograd.Function):
         for k, part in enumerate(unroll.parts):
             step_loss[k] = row_loss[part].sum()
         if grad_lm_head is not None:
-            grads = unroll.backward(states) | {"lm_head.weight": grad_lm_head}
-            ctx.grads = [grads[name] for name in names]
-            ctx.dtypes = [p.dtype for p in parameters]
+            ctx.unroll, ctx.grad_states, ctx.grad_lm_head = unroll, states, grad_lm_head
+            ctx.names, ctx.dtypes = names, [p.dtype for p in parameters]
         ctx.mark_non_differentiable(step_loss, top1)
         return (step_loss * torch.stack(weights)).sum(), step_loss, top1
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
         factor = grad_loss.float()
-        return (
-            *[None] * 7,
-            *(scaled(g.contiguous(), factor, t) for g, t in zip(grads, ctx.dtypes, strict=True)),
-        )
+        grads = ctx.unroll.backward(scaled(ctx.grad_states, factor, ctx.grad_states.dtype))
+        del ctx.unroll, ctx.grad_states
+        dtypes = dict(zip(ctx.names, ctx.dtypes, strict=True))
+        head = "lm_head.weight"
+        if head in dtypes:
+            grads[head] = scaled(ctx.grad_lm_head, factor, dtypes[head])
+        del ctx.grad_lm_head
+        return (*[None] * 7, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
 
 
 def _teacher_rows(batch: Batch, layout: Layout, unroll: Unroll) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
 from eagle3.fast.attention import UnrollAttention
+from eagle3.fast.gather import scatter_rows
 from eagle3.fast.layout import Layout
 from eagle3.fast.norm import add_norm, norm_backward
 from eagle3.fast.swiglu import swiglu, swiglu_backward_
@@ -131,13 +132,13 @@ class Unroll:
         # step 0: keys and values of all N rows, queries and residual of the first step's rows
         grad_key_value, grad_token_half = self.attention.finish_backward()
         grad_normed = grad_key_value @ self.hidden_qkv[width:]
-        grad_normed.index_add_(0, self.layout.rows, grad_inputs)
+        scatter_rows(grad_inputs, self.layout.rows, grad_normed, add=True)
         grad_fused = empty(self.fused)
         first, _ = norm_backward(
             self.fused, self.fused_rstd, self.hidden_norm, grad_normed, grad_fused
         )  # fmt: skip
         grad_hidden_norm += first
-        grad_fused.index_add_(0, self.layout.rows, grad_residual)
+        scatter_rows(grad_residual, self.layout.rows, grad_fused, add=True)
 
         own = slice(self.parts[0].stop, None)  # rows with keys and values of their own
         grad_hidden_qkv = empty(self.hidden_qkv, memory_format=torch.contiguous_format)

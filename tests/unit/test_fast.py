@@ -13,10 +13,16 @@ import torch
 
 from eagle3 import fast
 from eagle3.batch import Batch, depths
-from eagle3.fast import cross_entropy, diagonal, norm, rope, step, varlen
+from eagle3.fast import cross_entropy, diagonal, gather, norm, rope, step, varlen
 from eagle3.fast import layout as layouts
 from eagle3.fast import swiglu as swiglu_module
 from eagle3.fast.diagonal import merge, merge_backward, merge_reference
+from eagle3.fast.gather import (
+    add_groups,
+    add_groups_reference,
+    scatter_rows,
+    scatter_rows_reference,
+)
 from eagle3.fast.layout import Layout
 from eagle3.fast.norm import add_norm, norm_backward, norm_reference
 from eagle3.fast.rope import heads, heads_backward, heads_reference, rotation_table
@@ -146,6 +152,24 @@ def test_swiglu() -> None:
     close(gate_up, torch.autograd.grad(expected, exact, grad.double())[0])
 
 
+@pytest.mark.parametrize("add", [True, False])
+def test_scatter_rows(add: bool) -> None:
+    torch.manual_seed(0)
+    x, out = random(3, 2, 5), random(6, 2, 5)
+    rows = torch.tensor([4, 0, 5], device=DEVICE)
+    expected = scatter_rows_reference(x, rows, out, add)
+    scatter_rows(x, rows, out, add)
+    close(out, expected.double())
+
+
+def test_add_groups() -> None:
+    torch.manual_seed(0)
+    x, total = random(4, 6, 10), random(4, 2, 10)
+    expected = add_groups_reference(x, total)
+    add_groups(x, total)
+    close(total, expected.double())
+
+
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("num_heads", [2, 3])
 def test_heads(rotated: bool, num_heads: int) -> None:
@@ -213,14 +237,14 @@ def test_segment_attention_reference_against_autograd(monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     q = torch.randn(layout.num_slots, 4, 8, dtype=torch.float64, requires_grad=True)
     keys, values = (
-        torch.randn(len(layout.key_rows), 2, 8, dtype=torch.float64, requires_grad=True)
+        torch.randn(len(layout.key_rows), 4, 8, dtype=torch.float64, requires_grad=True)
         for _ in range(2)
     )
-    outputs, repeats = [], 2
+    outputs = []
     for i in range(len(layout.query_starts) - 1):
         (a, b), (c, d) = layout.query_starts[i : i + 2], layout.key_starts[i : i + 2]
         mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(int(d - c - (b - a)))
-        k, v = (x[c:d].repeat_interleave(repeats, 1).transpose(0, 1) for x in (keys, values))
+        k, v = keys[c:d].transpose(0, 1), values[c:d].transpose(0, 1)
         attend = torch.nn.functional.scaled_dot_product_attention
         outputs.append(attend(q[a:b].transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1))
     expected = torch.cat(outputs)
@@ -357,6 +381,8 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
         max_position_embeddings=8192,
     )  # fmt: skip
     weights = [0.8**k for k in range(7)]
+    with torch.no_grad():
+        drafter.lm_head.weight /= 4  # logits as spread out as a trained model's
     model = TTTModel(drafter, Teacher(lm_head / 4, drafter.vocab), weights).cuda().bfloat16()
     batch = make_batch(masks, drafter.config, torch.bfloat16)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
@@ -383,7 +409,7 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
 def test_new_layouts_compile_nothing_new() -> None:
     kernels = [
         kernel
-        for module in (norm, rope, diagonal, swiglu_module, cross_entropy, step)
+        for module in (gather, norm, rope, diagonal, swiglu_module, cross_entropy, step)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
