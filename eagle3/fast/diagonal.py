@@ -51,7 +51,7 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_own"])
-def _backward_kernel(
+def _merge_backward_kernel(
     q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_attended_q, grad_q,
     grad_own_keys, grad_own_values, num_slots, num_own, scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
@@ -143,7 +143,7 @@ def merge_backward(
     """
     rows, groups = mixed.shape[0], own_keys.shape[1]
     grad_q = torch.empty_like(grad_mixed)
-    _backward_kernel[(rows, groups)](
+    _merge_backward_kernel[(rows, groups)](
         q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_attended_q,
         grad_q, grad_own_keys, grad_own_values, q.shape[0], num_own, q.shape[-1] ** -0.5,
         **_constants(q, groups),

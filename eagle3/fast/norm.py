@@ -16,7 +16,7 @@ multiprocessor of the largest GPUs."""
 
 
 @triton.jit(do_not_specialize=["num_second"])
-def _forward_kernel(
+def _add_norm_kernel(
     x, residual, weight, second_weight, total, normed, second, rstd, num_second, width, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_residual", "num_second"])
-def _backward_kernel(
+def _norm_backward_kernel(
     x, rstd, weight, grad_normed, second_weight, grad_second, grad_residual, grad_x,
     weight_sums, second_sums, num_rows, num_residual, num_second, width,
     BLOCK: tl.constexpr,
@@ -102,7 +102,7 @@ def add_norm(
     rows, width = x.shape
     rstd = torch.empty(rows, device=x.device, dtype=torch.float32)
     block = triton.next_power_of_2(width)
-    _forward_kernel[(rows,)](
+    _add_norm_kernel[(rows,)](
         x, residual, weight, second_weight, total, normed, second, rstd,
         0 if second is None else second.shape[0], width, eps,
         BLOCK=block, num_warps=_num_warps(block),
@@ -134,7 +134,7 @@ def norm_backward(
     programs = min(rows, PROGRAMS)
     block = triton.next_power_of_2(width)
     sums = torch.empty(2, programs, width, device=x.device, dtype=torch.float32)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         x, rstd, weight, grad_normed, second_weight, grad_second, grad_residual, grad_x,
         sums[0], sums[1], rows,
         0 if grad_residual is None else grad_residual.shape[0],

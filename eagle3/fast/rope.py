@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["step", "num_tokens"])
-def _forward_kernel(
+def _heads_kernel(
     hidden, hidden_stride, token, token_stride, rows, slots, positions, table, out, step,
     num_tokens, HEADS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -45,7 +45,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["step", "num_tokens"])
-def _backward_kernel(
+def _heads_backward_kernel(
     grad, rows, positions, table, grad_hidden, hidden_stride, grad_token, token_stride, step,
     num_tokens, HEADS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -102,7 +102,7 @@ def heads(
         out: where the heads go [*, h, D], to place `slots[i]` those of row i (to place i if None).
     """
     num_heads, head_dim = out.shape[-2:]
-    _forward_kernel[(hidden.shape[0],)](
+    _heads_kernel[(hidden.shape[0],)](
         hidden, hidden.stride(0), token, token.stride(0), rows, slots, positions, table, out,
         step, token.shape[0], **_constants(num_heads, head_dim, table),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def heads_backward(
         grad_hidden: [R, h * D]. grad_token: float32 [N, h * D]. Both may be columns of wider ones.
     """
     num_heads, head_dim = grad.shape[-2:]
-    _backward_kernel[(grad.shape[0],)](
+    _heads_backward_kernel[(grad.shape[0],)](
         grad, rows, positions, table, grad_hidden, grad_hidden.stride(0), grad_token,
         grad_token.stride(0), step, grad_token.shape[0], **_constants(num_heads, head_dim, table),
     )  # fmt: skip

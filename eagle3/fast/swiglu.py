@@ -14,7 +14,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _forward_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -26,7 +26,7 @@ def _forward_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(gate_up, grad_out, width, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(gate_up, grad_out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -45,14 +45,14 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """Gates then ups [R, 2I] -> `out` [R, I]."""
     rows, width = out.shape
     grid = (rows, triton.cdiv(width, BLOCK))
-    _forward_kernel[grid](gate_up, out, width, BLOCK=BLOCK, num_warps=8)
+    _swiglu_kernel[grid](gate_up, out, width, BLOCK=BLOCK, num_warps=8)
 
 
 def swiglu_backward_(gate_up: Tensor, grad_out: Tensor) -> None:
     """Replace `gate_up` [R, 2I] by its gradient, given that of the output [R, I]."""
     rows, width = grad_out.shape
     grid = (rows, triton.cdiv(width, BLOCK))
-    _backward_kernel[grid](gate_up, grad_out, width, BLOCK=BLOCK, num_warps=8)
+    _swiglu_backward_kernel[grid](gate_up, grad_out, width, BLOCK=BLOCK, num_warps=8)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

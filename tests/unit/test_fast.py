@@ -29,7 +29,7 @@ from eagle3.fast.rope import heads, heads_backward, heads_reference, rotation_ta
 from eagle3.fast.step import fast_ttt, scaled
 from eagle3.fast.swiglu import swiglu, swiglu_backward_, swiglu_reference
 from eagle3.loss import Teacher
-from eagle3.ttt import TTTModel, TTTOutput, supervised_rows
+from eagle3.ttt import TTTModel, TTTOutput, supervised_rows, unroll
 from tests.conftest import make_batch, ragged_masks, tiny_config, tiny_drafter
 
 GPU = torch.cuda.is_available()
@@ -309,6 +309,20 @@ def reference(
     return output, gradients(model)
 
 
+def agreeing(batch: Batch, model: TTTModel) -> Batch:
+    """The batch with a target that agrees with the drafter at step 0 (even rows) or 1 (odd rows).
+
+    Random ones would agree nowhere, and an acceptance count of 0 proves little.
+    """
+    wide_model, wide_batch = copy.deepcopy(model).cpu().double(), batch.to("cpu", torch.float64)
+    with torch.no_grad():
+        for k, step in enumerate(unroll(wide_model.drafter, wide_batch, 2)):
+            taught = step.rows + 1 + k
+            chosen = taught % 2 == k
+            wide_batch.final[wide_batch.final_index[taught[chosen]]] = step.states[chosen]
+    return wide_batch.to("cpu", batch.final.dtype)
+
+
 def gradients(model: TTTModel) -> dict[str, torch.Tensor]:
     return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -329,8 +343,9 @@ def test_loss_and_every_gradient_equal_the_plain_path(
     drafter, lm_head = tiny_drafter(**shape)
     weights = [0.8**k for k in range(4)]
     model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), weights)
-    batch = make_batch(SMALL, drafter.config)
+    batch = agreeing(make_batch(SMALL, drafter.config), model)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
+    assert expected.accepted[1] > 0
 
     model.float()
     batch = batch.to("cpu", torch.float32)
@@ -374,7 +389,7 @@ LONG = [
 def test_bf16_is_as_near_float64_as_the_plain_path(
     masks: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss, acceptance and every gradient on a GPU; relative errors of gradients below 1%."""
+    """Loss, acceptance and gradients; the gradient as a whole is within 1%."""
     drafter, lm_head = tiny_drafter(
         torch.float32, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, vocab_size=3000, draft_vocab_size=2000,
@@ -384,7 +399,7 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     with torch.no_grad():
         drafter.lm_head.weight /= 4  # logits as spread out as a trained model's
     model = TTTModel(drafter, Teacher(lm_head / 4, drafter.vocab), weights).cuda().bfloat16()
-    batch = make_batch(masks, drafter.config, torch.bfloat16)
+    batch = agreeing(make_batch(masks, drafter.config, torch.bfloat16), model)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
     _, plain_grads = reference(model, batch, torch.bfloat16, monkeypatch)
 
@@ -396,13 +411,17 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     assert output.rows.tolist() == expected.rows.tolist()
     torch.testing.assert_close(output.loss.double(), expected.loss, rtol=1e-3, atol=0)
     slack = 0.01 * output.rows[0].item() + 1  # near ties in bf16
+    assert expected.accepted[1] > 4 * slack or len(masks) < 4
     assert (output.accepted - expected.accepted).abs().max() <= slack
+    grads = gradients(model)
     errors = {
-        name: (relative(gradients(model)[name], grad), relative(plain_grads[name], grad))
-        for name, grad in expected_grads.items()
+        n: (relative(grads[n], e), relative(plain_grads[n], e)) for n, e in expected_grads.items()
     }
-    report = [f"{name}: fast {a:.2%}, plain {b:.2%}" for name, (a, b) in errors.items()]
-    assert all(a < 0.01 for a, _ in errors.values()), "\n".join(report)
+    report = "\n".join(f"{n}: fast {a:.2%}, plain {b:.2%}" for n, (a, b) in errors.items())
+    print(report)  # noqa: T201
+    assert all(a < 1.05 * b for a, b in errors.values()), report
+    flat = [torch.cat([g[n].flatten() for n in grads]) for g in (grads, expected_grads)]
+    assert relative(*flat) < 0.01, report
 
 
 @pytest.mark.gpu
