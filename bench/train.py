@@ -208,7 +208,7 @@ def measure(
         "ttt": num_steps,
         "tok_s": round(tokens / seconds, 1),
         "supervised_tok_s": round(sum(int(b.loss_mask.sum()) for b in batches) / seconds, 1),
-        "ms_per_batch": round(1000 * seconds / len(batches), 2),
+        "ms_of_batches": [round(1000 * float(t), 2) for t in np.median(times, axis=0)],
         "spread": round(float((np.ptp(times, axis=0) / np.median(times, axis=0)).max()), 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
         "mfu": round(flops / seconds / (peak_tflops * 1e12), 4) if on_gpu else None,

@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK_BYTES = 2**30
+CHUNK_BYTES = 2**31
 """Size of the largest logits that ever exist."""
+
+BLOCK, NUM_WARPS = 4096, 8
+"""Columns at a time, and warps, of a program."""
 
 LOWEST = tl.constexpr(-1e30)
 """Below every logit, and finite: a difference of two is not NaN."""
@@ -138,5 +141,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _constants(num_columns: int) -> dict[str, int]:
-    block = min(4096, triton.next_power_of_2(num_columns))
-    return {"BLOCK": block, "num_warps": 8 if block == 4096 else 4}
+    return {"BLOCK": min(BLOCK, triton.next_power_of_2(num_columns)), "num_warps": NUM_WARPS}

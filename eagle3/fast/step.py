@@ -26,7 +26,7 @@ from eagle3.ttt import TTTOutput
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _scale_kernel(x, factor, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(factor)
