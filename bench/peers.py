@@ -35,7 +35,8 @@ def speculators(
         attention_bias=False, mlp_bias=False, hidden_act="silu", pad_token_id=0,
         tie_word_embeddings=False,
     )  # fmt: skip
-    llama._attn_implementation = "simple_flex_attention"
+    # flex attention has no backward on a CPU
+    llama._attn_implementation = "simple_flex_attention" if device == "cuda" else "eager"
     speculator = Eagle3SpeculatorConfig(
         transformer_layer_config=llama,
         draft_vocab_size=config.draft_vocab_size,

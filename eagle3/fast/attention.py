@@ -67,13 +67,12 @@ class UnrollAttention:
         layout, part = self.layout, self.parts[step]
         rows = layout.rows[: mixed.shape[0]]
         q, hidden = self.q[step], self._split(projected)
-        heads(
-            hidden[0], self.token[0], rows, layout.positions, self.table, step, q, layout.slots
-        )  # fmt: skip
+        at = layout.positions
+        heads(hidden[0], self.token[0], rows, at, self.table, step, q, layout.slots)
         if step > 0:
             k, v = self.own_keys[part], self.own_values[part]
-            heads(hidden[1], self.token[1], rows, layout.positions, self.table, step, k)
-            heads(hidden[2], self.token[2], rows, layout.positions, None, step, v)
+            heads(hidden[1], self.token[1], rows, at, self.table, step, k)
+            heads(hidden[2], self.token[2], rows, at, None, step, v)
         attended, logsumexp = varlen.forward(q, self.keys, self.values, layout)
         merge(
             q, self.own_keys, self.own_values, step, layout.slots, layout.starts, attended,
@@ -131,15 +130,12 @@ class UnrollAttention:
         num_rows = self.grad_token.shape[0]
         out = self.keys.new_empty(num_rows, 2 * self.num_kv * self.head_dim)
         halves, token = out.chunk(2, dim=1), self._split(self.grad_token)
-        for half, column, grad, table in (
-            (0, 1, self.grad_keys, self.table),
-            (1, 2, self.grad_values, None),
-        ):
-            summed = grad.new_zeros(num_rows, self.num_kv, self.head_dim)
-            summed.index_add_(0, self.layout.key_rows, grad)
-            heads_backward(
-                summed, None, self.layout.positions, table, 0, halves[half], token[column]
-            )
+        at, key_rows = self.layout.positions, self.layout.key_rows
+        shape = num_rows, self.num_kv, self.head_dim
+        grad_k = self.grad_keys.new_zeros(shape).index_add_(0, key_rows, self.grad_keys)
+        heads_backward(grad_k, None, at, self.table, 0, halves[0], token[1])
+        grad_v = self.grad_values.new_zeros(shape).index_add_(0, key_rows, self.grad_values)
+        heads_backward(grad_v, None, at, None, 0, halves[1], token[2])
         return out, self.grad_token
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

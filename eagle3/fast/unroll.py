@@ -122,9 +122,8 @@ class Unroll:
             grad_post_norm += post
             columns = width if k == 0 else sum(self.widths)
             grad_projected = grad_qkv[part, :columns]
-            self.attention.backward(
-                k, self.mixed[part], grad_middle[part] @ self.o, grad_projected
-            )  # fmt: skip
+            grad_mixed = grad_middle[part] @ self.o
+            self.attention.backward(k, self.mixed[part], grad_mixed, grad_projected)
             grad_inputs = grad_projected @ self.hidden_qkv[:columns]
             grad_residual = grad_middle[part]
         assert grad_inputs is not None and grad_residual is not None
@@ -136,7 +135,7 @@ class Unroll:
         grad_fused = empty(self.fused)
         first, _ = norm_backward(
             self.fused, self.fused_rstd, self.hidden_norm, grad_normed, grad_fused
-        )  # fmt: skip
+        )
         grad_hidden_norm += first
         scatter_rows(grad_residual, self.layout.rows, grad_fused, add=True)
 
@@ -149,16 +148,17 @@ class Unroll:
         grad_folded = grad_token_half.to(self.tokens.dtype).T @ self.tokens
         grad_token_norm += (grad_folded.float() * self.token_qkv).sum(dim=0)
         grad_token_qkv = grad_folded * self.token_norm
-        q, k_, v = torch.cat([grad_token_qkv, grad_hidden_qkv], dim=1).split(self.widths)
+        grad_projections = torch.cat([grad_token_qkv, grad_hidden_qkv], dim=1)
+        q_proj, k_proj, v_proj = grad_projections.split(self.widths)
         gate, up = (self.gates_ups.T @ self.mlp_inputs).chunk(2)
         return {
             "fc.weight": grad_fused.T @ self.batch.aux,
             "midlayer.hidden_norm.weight": grad_hidden_norm,
             "midlayer.input_layernorm.weight": grad_token_norm,
             "midlayer.post_attention_layernorm.weight": grad_post_norm,
-            "midlayer.self_attn.q_proj.weight": q,
-            "midlayer.self_attn.k_proj.weight": k_,
-            "midlayer.self_attn.v_proj.weight": v,
+            "midlayer.self_attn.q_proj.weight": q_proj,
+            "midlayer.self_attn.k_proj.weight": k_proj,
+            "midlayer.self_attn.v_proj.weight": v_proj,
             "midlayer.self_attn.o_proj.weight": grad_middle.T @ self.mixed,
             "midlayer.mlp.gate_proj.weight": gate,
             "midlayer.mlp.up_proj.weight": up,
