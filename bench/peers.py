@@ -74,7 +74,8 @@ def speculators(
         total.backward()
         model.zero_grad(set_to_none=True)
 
-    return System(name="speculators", version=version("speculators"), step=step)
+    name = "speculators" if device == "cuda" else "speculators (eager attention)"
+    return System(name=name, version=version("speculators"), step=step)
 
 
 def _inputs(batch: Batch, rows: int) -> dict[str, Any]:
