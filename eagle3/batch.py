@@ -17,9 +17,12 @@ k's.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from eagle3.fast.layout import Layout
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +36,7 @@ class Batch:
         aux: concatenated aux hidden states [N, num_aux * hidden_size].
         final: post-norm final hidden states of the rows some teacher needs [M, hidden_size].
         final_index: row of `final` that belongs to each row, -1 where there is none [N], int64.
+        layout: row order of the fast path, made on the way to a GPU; None without one.
     """
 
     input_ids: Tensor
@@ -41,14 +45,23 @@ class Batch:
     aux: Tensor
     final: Tensor
     final_index: Tensor
+    layout: Layout | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """Move to a device; the hidden states also change to `dtype`."""
-        moved = {}
+        """Move to a device; the hidden states also change to `dtype`.
+
+        On the way from the CPU to a GPU the batch gets its layout. The loader does this on its own
+        thread, so that no training step has to ask the GPU which rows it supervises.
+        """
+        layout = self.layout
+        if layout is None and torch.device(device).type == "cuda":
+            layout = Layout.of(depths(self), self.doc_starts)
+        moved: dict[str, Any] = {"layout": None if layout is None else layout.to(device)}
         for item in fields(self):
             value = getattr(self, item.name)
-            states = value.is_floating_point()
-            moved[item.name] = value.to(device, dtype if states else None, non_blocking=True)
+            if isinstance(value, Tensor):
+                states = value.is_floating_point()
+                moved[item.name] = value.to(device, dtype if states else None, non_blocking=True)
         return Batch(**moved)
 
     @property

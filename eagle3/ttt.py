@@ -4,7 +4,8 @@ At step k a row gets the embedding of the token k + 1 places on, and, from step 
 previous output in place of the target's state. Only the rows that step k supervises are computed
 (`batch`),
 which is exact with a single layer: step-0 keys and values depend on inputs alone, so rows without
-queries contribute theirs all the same.
+queries contribute theirs all the same. This is the definition; on a GPU `eagle3.fast` computes the
+same where it can.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from eagle3 import fast
 from eagle3.attention import segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
@@ -99,6 +101,10 @@ class TTTModel(nn.Module):
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
         taught = self.teacher(batch.final, top1=score)
+        if fast.supported(self.drafter, batch):
+            from eagle3.fast.step import fast_ttt
+
+            return fast_ttt(self.drafter, batch, taught, self.step_weights, scale)
         step_loss = torch.zeros(num_steps, device=device)
         rows = torch.zeros(num_steps, dtype=torch.int64, device=device)
         accepted = torch.zeros(num_steps, dtype=torch.int64, device=device)
@@ -122,5 +128,7 @@ class TTTModel(nn.Module):
 
 def supervised_rows(batch: Batch, num_steps: int) -> Tensor:
     """Number of rows each step supervises [K], before anything is computed."""
+    if batch.layout is not None:
+        return batch.layout.counts(num_steps)
     depth = depths(batch)
     return torch.stack([(depth > k).sum() for k in range(num_steps)])

@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.batch import Batch, needed_final
+from eagle3.batch import Batch, depths, needed_final
 from eagle3.drafter import Drafter, DrafterConfig
+from eagle3.fast.layout import Layout
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. Triton looks when its own and our functions are defined,
+    # so they are imported here, before anything else does; servers that tests start look as well.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import eagle3.fast.step  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 ASSETS = Path(__file__).parent / "assets"
 TINY = ASSETS / "tiny-gsm-llama"
@@ -84,3 +92,22 @@ def ragged_masks() -> list[list[int]]:
         [0] * 40 + [1] * 30 + [0] * 8 + [1] * 50,
         [0] * 100 + [1] * 29,
     ]
+
+
+def small_masks() -> list[list[int]]:
+    """As `ragged_masks`, few enough rows for Triton's interpreter."""
+    return [
+        [1], [0, 1], [0, 0, 1, 1, 1, 1], [0] * 5, [1] * 7, [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0],
+    ]  # fmt: skip
+
+
+def laid_out(batch: Batch) -> Layout:
+    """The layout that a batch gets on its way to a GPU."""
+    return Layout.of(depths(batch), batch.doc_starts)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton also looks for its interpreter when a kernel is called."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")

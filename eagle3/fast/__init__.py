@@ -1,0 +1,53 @@
+"""The training step on a GPU: forward and backward written by hand, exact, without torch.compile.
+
+`eagle3.ttt` is the definition and runs everywhere; this package computes the same loss and
+gradients where `supported` says so, several times faster. What it does differently:
+
+    layout.py         rows sorted so that each step's are the first ones; no step asks the GPU
+    unroll.py         the drafter over all steps, and its gradients: one matrix product per weight
+    attention.py      step-0 keys by flash attention, a row's own later keys merged in
+    varlen.py         flash attention over segments, with the logsumexp
+    diagonal.py       the merge, and its gradients
+    rope.py           hidden and token half of a projection added and rotated
+    gather.py         rows scattered, heads of a group added up
+    norm.py           residual sum and RMS norms in one pass
+    swiglu.py         SwiGLU
+    cross_entropy.py  lm_head and loss in row chunks; the gradients made while logits exist
+    step.py           all of it behind one autograd function
+
+Kernels are Triton; beside each stands the same in plain PyTorch, which the tests compare with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle3.fast.layout import Layout
+
+if TYPE_CHECKING:
+    from eagle3.batch import Batch
+    from eagle3.drafter import Drafter
+
+__all__ = ["Layout", "supported"]
+
+
+def supported(drafter: Drafter, batch: Batch) -> bool:
+    """Whether `step.fast_ttt` can train this drafter on this batch.
+
+    It needs a GPU with flash attention, bf16, a plain drafter (no optional norms) and something
+    supervised.
+    """
+    config, weight = drafter.config, drafter.fc.weight
+    return (
+        batch.aux.is_cuda
+        and weight.dtype == torch.bfloat16
+        and batch.aux.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(batch.aux.device) >= (8, 0)
+        and not (config.norm_before_fc or config.fc_norm or config.norm_output)
+        and config.head_dim % 8 == 0
+        and config.head_dim <= 256
+        and batch.layout is not None
+        and bool(batch.layout.sizes)
+    )

@@ -1,0 +1,180 @@
+"""The fast path against the plain one, which test_ttt holds against the naive form.
+
+Without a GPU the Triton kernels run in Triton's interpreter, in float32, and flash attention is
+replaced by its plain reference; that leaves the GPU's own arithmetic to the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from eagle3 import fast
+from eagle3.batch import Batch
+from eagle3.fast import cross_entropy, diagonal, gather, norm, rope, step, swiglu
+from eagle3.fast import layout as layouts
+from eagle3.fast.step import fast_ttt
+from eagle3.loss import Teacher
+from eagle3.ttt import TTTModel, TTTOutput, supervised_rows, unroll
+from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def reference(
+    model: TTTModel, batch: Batch, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> tuple[TTTOutput, dict[str, torch.Tensor]]:
+    """Output and gradients of the plain path, on copies in another type."""
+    model = copy.deepcopy(model).to(dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(fast, "supported", lambda *_: False)
+        moved = batch.to(DEVICE, dtype)
+        rows = supervised_rows(moved, len(model.step_weights))
+        output = model(moved, 1.0 / rows.clamp(min=1).double(), score=True)
+        output.loss.backward()
+    return output, gradients(model)
+
+
+def agreeing(batch: Batch, model: TTTModel) -> Batch:
+    """The batch with a target that agrees with the drafter at step 0 (even rows) or 1 (odd rows).
+
+    Random ones would agree nowhere, and an acceptance count of 0 proves little.
+    """
+    wide_model, wide_batch = copy.deepcopy(model).cpu().double(), batch.to("cpu", torch.float64)
+    with torch.no_grad():
+        for k, step in enumerate(unroll(wide_model.drafter, wide_batch, 2)):
+            taught = step.rows + 1 + k
+            chosen = taught % 2 == k
+            wide_batch.final[wide_batch.final_index[taught[chosen]]] = step.states[chosen]
+    return wide_batch.to("cpu", batch.final.dtype)
+
+
+def gradients(model: TTTModel) -> dict[str, torch.Tensor]:
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.skipif(GPU, reason="in Triton's interpreter")
+@pytest.mark.parametrize("min_gap", [1, 64])
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_attention_heads": 6, "head_dim": 12}, {"num_aux": 1}], ids=str
+)
+def test_loss_and_every_gradient_equal_the_plain_path(
+    min_gap: int, shape: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "MIN_GAP", min_gap)
+    drafter, lm_head = tiny_drafter(**shape)
+    weights = [0.8**k for k in range(4)]
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), weights)
+    batch = agreeing(make_batch(small_masks(), drafter.config), model)
+    expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
+    assert expected.accepted[1] > 0
+
+    model.float()
+    batch = batch.to("cpu", torch.float32)
+    batch.layout = laid_out(batch)
+    taught = model.teacher(batch.final, top1=True)
+    scale = 1.0 / supervised_rows(batch, 4)
+    output = fast_ttt(drafter, batch, taught, weights, scale)
+    (3 * output.loss).backward()
+    assert output.rows.tolist() == expected.rows.tolist()
+    assert output.accepted.tolist() == expected.accepted.tolist()
+    torch.testing.assert_close(output.loss.double(), expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.step_loss, expected.step_loss.float(), rtol=1e-5, atol=0)
+    found = gradients(model)
+    assert found.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        assert relative(found[name] / 3, grad) < 3e-6, name
+
+    with torch.no_grad():
+        again = fast_ttt(drafter, batch, taught, weights, scale)
+    assert not again.loss.requires_grad
+    torch.testing.assert_close(again.loss, output.loss.detach(), rtol=1e-6, atol=0)
+
+
+def test_the_plain_path_stays_where_the_fast_one_does_not_apply() -> None:
+    drafter, _ = tiny_drafter()
+    batch = make_batch(small_masks(), drafter.config)
+    assert not fast.supported(drafter, batch)
+    batch.layout = laid_out(batch)
+    assert not fast.supported(drafter, batch)  # not on a GPU
+
+
+LONG = [
+    [1], [0, 1], [1, 1], [0] * 127, [0] * 60 + [1] * 67, [1] * 128, [0] * 100 + [1] * 29,
+    [0] * 1000 + [1] * 3000, ([0] * 30 + [1] * 50) * 12,
+    [0] * 200 + [1] * 300 + [0] * 90 + [1] * 40,
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masks", [LONG, [[1] * 129, [1] * 128]], ids=["ragged", "all"])
+def test_bf16_is_as_near_float64_as_the_plain_path(
+    masks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, acceptance and gradients; the gradient as a whole is within 1%."""
+    drafter, lm_head = tiny_drafter(
+        torch.float32, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, vocab_size=3000, draft_vocab_size=2000,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    weights = [0.8**k for k in range(7)]
+    with torch.no_grad():
+        drafter.lm_head.weight /= 4  # logits about as spread out as a trained model's
+        for module in drafter.midlayer.modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.normal_(module.weight, std=0.02)  # Llama's
+    model = TTTModel(drafter, Teacher(lm_head / 4, drafter.vocab), weights).cuda().bfloat16()
+    batch = agreeing(make_batch(masks, drafter.config, torch.bfloat16), model)
+    expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
+    _, plain_grads = reference(model, batch, torch.bfloat16, monkeypatch)
+
+    moved = batch.to("cuda", torch.bfloat16)
+    assert fast.supported(drafter, moved)
+    scale = 1.0 / supervised_rows(moved, 7).clamp(min=1)
+    output = model(moved, scale, score=True)
+    output.loss.backward()
+    assert output.rows.tolist() == expected.rows.tolist()
+    torch.testing.assert_close(output.loss.double(), expected.loss, rtol=1e-3, atol=0)
+    slack = 0.01 * output.rows[0].item() + 1  # near ties in bf16
+    assert expected.accepted[1] > 4 * slack or len(masks) < 4
+    assert (output.accepted - expected.accepted).abs().max() <= slack
+    grads = gradients(model)
+    errors = {
+        n: (relative(grads[n], e), relative(plain_grads[n], e)) for n, e in expected_grads.items()
+    }
+    report = "\n".join(f"{n}: fast {a:.2%}, plain {b:.2%}" for n, (a, b) in errors.items())
+    print(report)  # noqa: T201
+    assert all(a < 1.05 * b for a, b in errors.values()), report
+    flat = [torch.cat([g[n].flatten() for n in grads]) for g in (grads, expected_grads)]
+    assert relative(*flat) < 0.01, report
+
+
+@pytest.mark.gpu
+def test_new_layouts_compile_nothing_new() -> None:
+    kernels = [
+        kernel
+        for module in (gather, norm, rope, diagonal, swiglu, cross_entropy, step)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    ]
+
+    def compiled() -> int:
+        return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
+
+    drafter, lm_head = tiny_drafter(torch.float32, hidden_size=64, head_dim=16)
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.8, 0.6]).cuda().bfloat16()
+    found = []
+    for seed in range(8):
+        masks = [[0] * (seed + 1) + [1] * (3 * seed + 5), [1] * (16 + seed)]
+        batch = make_batch(masks, drafter.config, seed=seed).to("cuda", torch.bfloat16)
+        model(batch, torch.ones(3, device="cuda"), score=False).loss.backward()
+        found.append(compiled())
+    assert found[0] == found[-1], found

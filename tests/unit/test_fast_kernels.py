@@ -1,0 +1,222 @@
+"""Each kernel of the fast path against its plain reference in float64.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle3.fast import cross_entropy, varlen
+from eagle3.fast import layout as layouts
+from eagle3.fast.diagonal import merge, merge_backward, merge_reference
+from eagle3.fast.gather import (
+    add_groups,
+    add_groups_reference,
+    scatter_rows,
+    scatter_rows_reference,
+)
+from eagle3.fast.norm import add_norm, norm_backward, norm_reference
+from eagle3.fast.rope import heads, heads_backward, heads_reference, rotation_table
+from eagle3.fast.step import scaled
+from eagle3.fast.swiglu import swiglu, swiglu_backward_, swiglu_reference
+from tests.conftest import laid_out, make_batch, small_masks, tiny_config
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """A float64 leaf with the same values."""
+    return x.detach().double().requires_grad_()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("second_rows", [0, 3])
+def test_norms(second_rows: int) -> None:
+    torch.manual_seed(0)
+    x, residual, grad, direct = (random(5, 24) for _ in range(4))
+    weight, second_weight = random(24), random(24)
+    grad_second = random(second_rows, 24)
+    total, normed, second = (torch.full_like(x, float("nan")) for _ in range(3))
+    second = second[:second_rows]
+    two = (second_weight, second) if second_rows else (None, None)
+    rstd = add_norm(x, residual, weight, 1e-5, normed, total, *two)
+
+    h, w, w2 = wide(total), wide(weight), wide(second_weight)
+    first, other = norm_reference(h, w, 1e-5), norm_reference(h[:second_rows], w2, 1e-5)
+    close(total, x.double() + residual.double())
+    close(normed, first)
+    close(second, other)
+    reaching = direct[:4]
+    objective = (first * grad).sum() + (other * grad_second).sum() + (h[:4] * reaching).sum()
+    expected = torch.autograd.grad(objective, (h, w, w2))
+    grad_x = torch.full_like(x, float("nan"))
+    two = (second_weight, grad_second) if second_rows else (None, None)
+    grad_weight, grad_second_weight = norm_backward(
+        total, rstd, weight, grad, grad_x, reaching, *two
+    )
+    close(grad_x, expected[0])
+    close(grad_weight, expected[1])
+    assert (grad_second_weight is None) == (second_rows == 0)
+    if grad_second_weight is not None:
+        close(grad_second_weight, expected[2])
+
+
+def test_swiglu() -> None:
+    torch.manual_seed(0)
+    gate_up, grad = random(3, 2 * 37), random(3, 37)
+    out, exact = torch.empty_like(grad), wide(gate_up)
+    swiglu(gate_up, out)
+    expected = swiglu_reference(exact)
+    close(out, expected)
+    swiglu_backward_(gate_up, grad)
+    close(gate_up, torch.autograd.grad(expected, exact, grad.double())[0])
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_scatter_rows(add: bool) -> None:
+    torch.manual_seed(0)
+    x, out = random(3, 2, 5), random(6, 2, 5)
+    rows = torch.tensor([4, 0, 5], device=DEVICE)
+    expected = scatter_rows_reference(x, rows, out, add)
+    scatter_rows(x, rows, out, add)
+    close(out, expected.double())
+
+
+def test_add_groups() -> None:
+    torch.manual_seed(0)
+    x, total = random(4, 6, 10), random(4, 2, 10)
+    expected = add_groups_reference(x, total)
+    add_groups(x, total)
+    close(total, expected.double())
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("num_heads", [2, 3])
+def test_heads(rotated: bool, num_heads: int) -> None:
+    torch.manual_seed(0)
+    rows = torch.tensor([4, 0, 5], device=DEVICE)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5], device=DEVICE)
+    table = rotation_table(16, 12, 1e4, rows.device) if rotated else None
+    width, at_step = num_heads * 12, 2
+    hidden, token, grad = random(3, width), random(9, width), random(3, num_heads, 12)
+    out = torch.full((4, num_heads, 12), float("nan"), device=DEVICE)
+    slots = torch.tensor([3, 0, 2], device=DEVICE)
+    heads(hidden, token, rows, positions, table, at_step, out, slots)
+    h, t = wide(hidden), wide(token)
+    expected = heads_reference(h, t, rows, positions, table, at_step, num_heads)
+    close(out[slots], expected)
+    assert out[1].isnan().all()
+    grad_h, grad_t = torch.autograd.grad(expected, (h, t), grad.double())
+    grad_hidden, grad_token = torch.empty(3, width + 8, device=DEVICE)[:, :width], random(9, width)
+    before = grad_token.clone()
+    heads_backward(grad, rows, positions, table, at_step, grad_hidden, grad_token)
+    close(grad_hidden, grad_h)
+    close(grad_token - before, grad_t)
+
+
+@pytest.mark.parametrize("num_own", [0, 1, 3])
+def test_merge(num_own: int) -> None:
+    torch.manual_seed(0)
+    num_rows, slots = 4, torch.tensor([5, 0, 2, 3], device=DEVICE)
+    starts = torch.tensor([0, 7, 12, 16, 20], device=DEVICE)
+    q, attended, grad = random(6, 6, 10), random(6, 6, 10), random(num_rows, 6, 10)
+    own_keys, own_values = random(20, 2, 10), random(20, 2, 10)
+    logsumexp = random(6, 6)
+    own = [slice(int(s), int(s) + num_rows) for s in starts[1 : num_own + 1]]
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        parts = [x[o] for o in own]
+        return wide(torch.stack(parts, 1) if parts else x.new_empty(num_rows, 0, 2, 10))
+
+    exact = [wide(q[slots]), stacked(own_keys), stacked(own_values)]
+    expected, merged = merge_reference(*exact, attended[slots].double(), logsumexp[:, slots])
+    expected_grads = torch.autograd.grad(
+        expected, exact, grad.double(), allow_unused=True, materialize_grads=True
+    )
+    out = torch.empty_like(grad)
+    merge(q, own_keys, own_values, num_own, slots, starts, attended, logsumexp, out)
+    close(out, expected)
+    close(logsumexp[:, slots], merged)
+    grad_keys, grad_values = torch.zeros_like(own_keys), torch.zeros_like(own_values)
+    # autograd above held the step-0 logsumexp fixed; through_it is what its own gradient adds to q
+    through_it = torch.zeros_like(q)
+    grad_q = merge_backward(
+        q, own_keys, own_values, num_own, slots, starts, out, logsumexp, grad, through_it,
+        grad_keys, grad_values,
+    )  # fmt: skip
+    close(grad_q, expected_grads[0])
+    for j, part in enumerate(own):
+        close(grad_keys[part], expected_grads[1][:, j])
+        close(grad_values[part], expected_grads[2][:, j])
+    assert not grad_keys[: starts[1]].any() and not grad_values[: starts[1]].any()
+
+
+def test_segment_attention_reference_against_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "MIN_GAP", 1)
+    layout = laid_out(make_batch(small_masks(), tiny_config()))
+    torch.manual_seed(0)
+    q = torch.randn(layout.num_slots, 4, 8, dtype=torch.float64, requires_grad=True)
+    keys, values = (
+        torch.randn(len(layout.key_rows), 4, 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    outputs = []
+    for i in range(len(layout.query_starts) - 1):
+        (a, b), (c, d) = layout.query_starts[i : i + 2], layout.key_starts[i : i + 2]
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(int(d - c - (b - a)))
+        k, v = keys[c:d].transpose(0, 1), values[c:d].transpose(0, 1)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outputs.append(attend(q[a:b].transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1))
+    expected = torch.cat(outputs)
+    with torch.no_grad():
+        out, logsumexp = varlen.forward_reference(q, keys, values, layout)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(expected)
+    found = varlen.backward_reference(
+        grad, q.detach(), keys.detach(), values.detach(), out, logsumexp, layout
+    )
+    for a, b in zip(found, torch.autograd.grad(expected, (q, keys, values), grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**31, 1])
+def test_cross_entropy(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    num_rows = 130
+    states, weight, teacher_logits = random(num_rows, 16), random(50, 16), random(9, 50)
+    teacher_rows = torch.randint(0, 9, (num_rows,), device=DEVICE)
+    row_weights = torch.rand(num_rows, device=DEVICE)
+    s, w = wide(states), wide(weight)
+    reference = cross_entropy.soft_cross_entropy_reference
+    expected = reference(s @ w.T, teacher_logits[teacher_rows].double())
+    expected_grads = torch.autograd.grad((expected * row_weights).sum(), (s, w))
+    best = (states @ weight.T).argmax(-1)
+    run = cross_entropy.soft_cross_entropy
+    for need_grad in (False, True):
+        loss, top1, grad = run(states, weight, teacher_logits, teacher_rows, row_weights, need_grad)
+        close(loss, expected)
+        assert torch.equal(top1, best)
+        assert (grad is not None) == need_grad
+        if grad is not None:
+            close(states, expected_grads[0])
+            close(grad, expected_grads[1])
+
+
+def test_scaling() -> None:
+    x, factor = random(5000), torch.tensor(1 / 3, device=DEVICE)
+    expected = x / 3
+    narrow = scaled(x, factor, torch.bfloat16)
+    torch.testing.assert_close(narrow.float(), expected, rtol=2**-7, atol=0)
+    assert scaled(x, factor, torch.float32) is x
+    torch.testing.assert_close(x, expected)
