@@ -49,8 +49,8 @@ class TTTOutput:
 def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[Step]:
     """Yield each step's rows and states.
 
-    A step without a supervised row is computed like any other, on zero rows: every rank then runs the
-    same graph, so that gradients exist and arrive in the same order, which ZeRO's buckets rely on.
+    A step without a supervised row is computed like any other, on zero rows: every rank then runs
+    the same graph, so that gradients exist and come in the same order; ZeRO's buckets rely on it.
     """
     layer = drafter.midlayer
     depth = depths(batch)

@@ -119,7 +119,7 @@ def load_optimizer(engine: Any, folder: Path) -> None:
                 **{kind: moments[kind][name].to(parameter.device) for kind in MOMENTS},
             }
         return
-    # DeepSpeed links parameters to their moments after the first step; here they are needed before it
+    # DeepSpeed links parameters to their moments after the first step; we need them before it
     torch_optimizer = engine.optimizer.optimizer
     for flat in (p for group in torch_optimizer.param_groups for p in group["params"]):
         torch_optimizer.state[flat] = {
