@@ -55,8 +55,8 @@ def fast_ttt(
         scale: factor of each step's summed loss [K].
     """
     layout = batch.layout
-    if layout is None or not layout.sizes:
-        raise ValueError("the batch has no layout, or nothing is supervised in it")
+    if layout is None:
+        raise ValueError("the batch has no layout: move it to its device with Batch.to")
     named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     weights = [scale[k].float() * weight for k, weight in enumerate(step_weights)]
     need_grad = torch.is_grad_enabled()
@@ -82,6 +82,13 @@ class _FastTTT(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, summed loss of each step [K], and the drafter's choice in all rows [T]."""
+        if not layout.sizes:  # nothing is supervised: no loss, and zeros as gradients
+            ctx.unroll = None
+            ctx.save_for_backward(*parameters)
+            zeros = torch.zeros(len(weights), device=batch.input_ids.device)
+            top1 = batch.input_ids.new_empty(0)
+            ctx.mark_non_differentiable(zeros, top1)
+            return zeros.sum(), zeros, top1
         unroll = Unroll(drafter, batch, layout, len(weights))
         states = unroll.forward()
         row_weights = [w.expand(n) for w, n in zip(weights, layout.sizes, strict=False)]
@@ -101,6 +108,8 @@ class _FastTTT(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.unroll is None:
+            return (*[None] * 7, *(torch.zeros_like(p) for p in ctx.saved_tensors))
         factor = grad_loss.float()
         grads = ctx.unroll.backward(scaled(ctx.grad_states, factor, ctx.grad_states.dtype))
         del ctx.unroll, ctx.grad_states

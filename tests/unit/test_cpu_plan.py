@@ -21,23 +21,24 @@ def reference(q, k_cache, v_cache, slots, visible):
     return out
 
 
-@pytest.mark.parametrize("with_trees", [False, True])
+UNIFORM = [
+    ([1, 1, 1], [5, 9, 2], PaddedPlan),  # decode
+    ([1, 1], [4, 4], PaddedPlan),  # decode, nothing to mask
+    ([4, 4, 4], [4, 11, 7], PaddedPlan),  # verify, draft extend
+]
+RAGGED = [
+    ([5, 2, 7], [5, 6, 20], SequencePlan),  # prefill: no prefix, and chunks after a prefix
+    ([1, 1, 1, 1, 1, 1], [90, 2, 2, 2, 2, 2], SequencePlan),  # too much padding
+    ([70], [70], SequencePlan),
+]
+
+
 @pytest.mark.parametrize("pass_new_rows", [False, True])
 @pytest.mark.parametrize(
-    ("query_lens", "kv_lens", "kind"),
-    [
-        ([1, 1, 1], [5, 9, 2], PaddedPlan),  # decode
-        ([1, 1], [4, 4], PaddedPlan),  # decode, nothing to mask
-        ([4, 4, 4], [4, 11, 7], PaddedPlan),  # verify, draft extend
-        ([5, 2, 7], [5, 6, 20], SequencePlan),  # prefill: no prefix, and chunks after a prefix
-        ([1, 1, 1, 1, 1, 1], [90, 2, 2, 2, 2, 2], SequencePlan),  # too much padding
-        ([70], [70], SequencePlan),
-    ],
+    ("query_lens", "kv_lens", "kind", "with_trees"),
+    [(*case, False) for case in UNIFORM + RAGGED] + [(*case, True) for case in UNIFORM],
 )
 def test_plan_equals_reference(query_lens, kv_lens, kind, pass_new_rows, with_trees):
-    uniform = len(set(query_lens)) == 1
-    if with_trees and not (uniform and kind is PaddedPlan):
-        pytest.skip("trees come with the same number of queries each")
     torch.manual_seed(0)
     batch, size = len(kv_lens), sum(kv_lens) + 1
     k_cache, v_cache = torch.randn(size, KV_HEADS, DIM), torch.randn(size, KV_HEADS, V_DIM)

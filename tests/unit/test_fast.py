@@ -178,3 +178,16 @@ def test_new_layouts_compile_nothing_new() -> None:
         model(batch, torch.ones(3, device="cuda"), score=False).loss.backward()
         found.append(compiled())
     assert found[0] == found[-1], found
+
+
+def test_a_batch_with_nothing_supervised_gives_every_parameter_a_zero_gradient() -> None:
+    drafter, lm_head = tiny_drafter(torch.float32)
+    batch = make_batch([[0] * 6, [1]], drafter.config, torch.float32)
+    batch.layout = laid_out(batch)
+    taught = Teacher(lm_head, drafter.vocab)(batch.final, top1=True)
+    output = fast_ttt(drafter, batch, taught, [1.0, 0.8], torch.ones(2))
+    output.loss.backward()
+    assert output.loss.item() == 0 and output.rows.tolist() == output.accepted.tolist() == [0, 0]
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name
