@@ -7,6 +7,7 @@ and every command checks all of it before anything starts.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -299,6 +300,7 @@ def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None
             from eagle3 import logging as console
 
             console.setup()
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let servers be ended
             ConfigStore.instance().store(name="schema", node=Config)
             started = False
 

@@ -122,7 +122,8 @@ def extract(config: Config) -> Path:
     seconds = 0.0
     if first < len(todo):
         concurrency = _concurrency(config, target, len(aux_layers))
-        with _extractor(config, target, aux_layers) as extractor:
+        longest = max(len(s.input_ids) for s in todo)
+        with _extractor(config, target, aux_layers, longest) as extractor:
             start = time.monotonic()
             for number, result in _captures(extractor, todo, first, concurrency):
                 if isinstance(result, Rejection):
@@ -163,8 +164,10 @@ def _captures(
 
 
 @contextmanager
-def _extractor(config: Config, target: Target, aux_layers: list[int]) -> Iterator[Extractor]:
-    """Spool, capturing server and verifier of a run."""
+def _extractor(
+    config: Config, target: Target, aux_layers: list[int], longest: int
+) -> Iterator[Extractor]:
+    """Spool, capturing server and verifier of a run whose longest sample has `longest` tokens."""
     if config.server.url and config.extract.spool is None:
         raise UserError(
             "server.url needs extract.spool: the folder that server was started with as "
@@ -182,6 +185,7 @@ def _extractor(config: Config, target: Target, aux_layers: list[int]) -> Iterato
             plugins=["eagle3_capture"],
         ) as server:
             _require_capture(spool, aux_layers, {config.target.path, str(target.folder)})
+            _require_room(server.client, longest)
             yield Extractor(server.client, spool, Verifier(target, len(aux_layers)))
     finally:
         if not config.server.url:
@@ -221,6 +225,16 @@ def _require_capture(spool: Spool, aux_layers: list[int], models: set[str]) -> N
         raise UserError(f"the server captures layers {found['aux_layers']}, not {aux_layers}")
     if found["model_path"] not in models:
         raise UserError(f"the server serves {found['model_path']}, not {sorted(models)}")
+
+
+def _require_room(client: Client, longest: int) -> None:
+    """Refuse a server that cannot take the longest sample, before anything is captured."""
+    limit = client.info().get("max_req_input_len")
+    if limit is not None and longest >= limit:
+        raise UserError(
+            f"the longest sample has {longest} tokens and the server takes {limit - 1}: raise "
+            "server.args.context_length (and max_total_tokens), or lower data.max_length"
+        )
 
 
 def _run_key(config: Config) -> str:

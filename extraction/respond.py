@@ -21,7 +21,7 @@ from eagle3.config import Config, command
 from eagle3.errors import UserError
 from eagle3.manifest import NAME, Manifest, require_match
 from eagle3.records import Record, read
-from eagle3.serving.client import Client, in_order
+from eagle3.serving.client import Client, RequestRefused, in_order
 from eagle3.serving.from_config import get_server
 from eagle3.target import Target
 
@@ -41,8 +41,12 @@ def sampling_params(config: Config) -> dict[str, Any]:
 def answer(
     client: Client, encoder: ChatEncoder, record: Record, sampling: dict[str, Any]
 ) -> dict[str, Any]:
-    """One response row."""
-    reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
+    """One response row; a prompt the server refuses (too long, say) gives one without an answer."""
+    try:
+        reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
+    except RequestRefused as refusal:
+        log.warning("prompt %s: %s", record.id, refusal)
+        return {"id": record.id, "messages": record.prompt, "finish": "refused"}
     text = encoder.tokenizer.decode(reply.output_ids, skip_special_tokens=True)
     row: dict[str, Any] = {
         "id": record.id,

@@ -23,6 +23,10 @@ class RequestFailed(RuntimeError):
     """The server refused a request, or stayed unreachable through all retries."""
 
 
+class RequestRefused(RequestFailed):
+    """The server found fault with the request itself (HTTP 4xx): repeating it would not help."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Answer:
     """What /generate returned.
@@ -74,7 +78,8 @@ class Client:
         """Generate after a prompt of token ids.
 
         Raises:
-            RequestFailed: HTTP 4xx at once; HTTP 5xx and connection errors after the last retry.
+            RequestRefused: HTTP 4xx, at once.
+            RequestFailed: HTTP 5xx and connection errors, after the last retry.
         """
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if rid is not None:
@@ -98,7 +103,7 @@ class Client:
                     return reply.json()
                 problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
                 if reply.status_code < 500:
-                    break
+                    raise RequestRefused(f"{self.url}{path}: {problem}")
             except requests.RequestException as error:
                 problem = f"{type(error).__name__}: {error}"
             if pause is None:

@@ -161,7 +161,12 @@ def _spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen[byt
     log.info("starting %s", " ".join(line))
     with what.log.open("wb") as output:
         return subprocess.Popen(
-            line, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            line,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=watch.die_with_parent,
         )
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+PR_SET_PDEATHSIG = 1
+"""prctl option, from linux/prctl.h."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +91,12 @@ def _broken(pid: int, elapsed_s: float, limits: Limits) -> str | None:
                         f"{limits.memory_gb:.1f} GB"
                     )
     return None
+
+
+def die_with_parent() -> None:
+    """In a child before it executes: be killed when the parent dies, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end(pid: int, grace_s: float = 10.0) -> None:

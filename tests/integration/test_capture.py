@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
+from eagle3.errors import UserError
 from eagle3.serving.client import in_order
 from eagle3.store.writer import Sample
 from eagle3.target import Target
-from extraction.extract import Extractor
+from extraction.extract import Extractor, _require_room
 from extraction.samples import TokenSample
 from tests.integration.conftest import AUX_LAYERS, CHUNK
 
@@ -104,3 +105,17 @@ def test_the_plugin_says_what_it_captures(capture_server: Extractor, target: Tar
     assert facts["aux_layers"] == AUX_LAYERS
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["dtype"] == "float32" and facts["chunked_prefill_size"] == CHUNK
+
+
+def test_samples_up_to_the_servers_limit_are_captured_and_longer_ones_refused(
+    capture_server: Extractor, target: Target, model
+) -> None:
+    limit = capture_server.client.info()["max_req_input_len"]
+    samples = make_samples(target, [limit - 1], seed=4)
+    _require_room(capture_server.client, limit - 1)
+    (found,) = capture_all(capture_server, samples, 1)
+    torch.testing.assert_close(
+        found.aux, expected(model, samples[0])[0], rtol=TOLERANCE, atol=TOLERANCE
+    )
+    with pytest.raises(UserError, match=f"has {limit} tokens"):
+        _require_room(capture_server.client, limit)

@@ -12,7 +12,7 @@ import pytest
 from eagle3.errors import UserError
 from eagle3.serving import server as servers
 from eagle3.serving import watch
-from eagle3.serving.client import Client, RequestFailed, in_order
+from eagle3.serving.client import Client, RequestFailed, RequestRefused, in_order
 from eagle3.serving.server import Launch, check_version, command, connect
 
 
@@ -95,7 +95,7 @@ def test_server_errors_are_retried(http_server, monkeypatch: pytest.MonkeyPatch)
 def test_a_refused_request_is_not_repeated(http_server) -> None:
     url, replies = http_server
     replies += [(400, {"error": "too long"}), (200, OK)]
-    with pytest.raises(RequestFailed, match="too long"):
+    with pytest.raises(RequestRefused, match="too long"):
         Client(url).generate([1], {})
     assert len(replies) == 1
 
@@ -196,3 +196,22 @@ def test_failing_backends_are_tried_in_order(
     assert "backend fa3 is broken" in str(failure.value) and "backend triton is broken" in str(
         failure.value
     )
+
+
+def test_a_server_does_not_outlive_a_killed_client(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\nfrom eagle3.serving import watch\n"
+        "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " start_new_session=True, preexec_fn=watch.die_with_parent)\n"
+        "print(c.pid, flush=True)\ntime.sleep(60)"
+    )
+    log = tmp_path / "log"
+    process = start(code, log)
+    deadline = time.monotonic() + 30
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = psutil.Process(int(log.read_text()))
+    process.kill()
+    process.wait()
+    gone, _ = psutil.wait_procs([child], timeout=5)
+    assert gone or child.status() == psutil.STATUS_ZOMBIE
