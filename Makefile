@@ -14,7 +14,7 @@ help:      ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP)  ## the virtual environment with pinned packages, and this project in it
-	@$(PY) -c "import eagle3, pathlib, sys; sys.exit(pathlib.Path(eagle3.__file__).parents[1] != pathlib.Path.cwd())" \
+	@$(PY) -P -c "import eagle3, pathlib, sys; sys.exit(pathlib.Path(eagle3.__file__).parents[1] != pathlib.Path.cwd())" \
 	  || $(PY) -m pip install -q --no-deps --no-build-isolation --editable .
 
 $(STAMP): requirements.lock
