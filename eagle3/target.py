@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3 import layers, provenance
+from eagle3.config import TargetConfig
 from eagle3.errors import UserError
 
 EMBEDDING_NAMES = (
@@ -48,6 +49,11 @@ class Target:
         if not (folder / "config.json").exists():
             raise UserError(f"target.path={path}: {folder} has no config.json")
         return cls(folder=folder, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def from_config(cls, config: TargetConfig) -> Target:
+        """The target of a run."""
+        return cls.resolve(config.path, config.revision, config.trust_remote_code)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -136,9 +136,7 @@ def _bigram(config: Config) -> Bigram | None:
 
 def evaluate(config: Config) -> dict[str, Any]:
     """The whole stage; returns what results.json holds."""
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     manifest = Manifest.load(config.drafter_dir, formats.KIND)
     require_match(
         {"target": target.identity()}, manifest.match, f"{config.drafter_dir}",

@@ -47,9 +47,7 @@ def sample_histograms(
 
 def offline(config: Config) -> dict[str, Any]:
     """Acceptance of the exported drafter on the store's validation samples."""
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
     manifest = Manifest.load(config.drafter_dir, formats.KIND)
     reader = StoreReader(config.store_dir)

@@ -81,9 +81,7 @@ class Extractor:
 
 def extract(config: Config) -> Path:
     """Run the stage; return the store's folder."""
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     aux_layers = target.aux_layers(config.target.aux_layers)
     todo, skipped = samples_module.load(config, target)
     codec = codecs.get(config.codec.name)
@@ -134,10 +132,11 @@ def extract(config: Config) -> Path:
             seconds = time.monotonic() - start
     writer.finish(
         {
-            "samples": len(todo) - sum(rejected.values()),
+            "samples": writer.num_samples,
             "tokens": planned.num_tokens,
             "skipped": dict(skipped),
-            "rejected": dict(rejected),
+            "rejected": len(todo) - writer.num_samples,
+            "reasons": dict(rejected),
             "seconds": round(seconds, 2),
             "tokens_per_s": round(
                 sum(len(s.input_ids) for s in todo[first:]) / max(seconds, 1e-9), 1

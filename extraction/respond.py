@@ -65,9 +65,7 @@ def respond(config: Config) -> Path:
         raise UserError("data.prompts is not set: which prompts should the target answer?")
     records, skipped = read(config.data.prompts, config.data.split)
     records = records[config.respond.skip :][: config.respond.limit]
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     manifest = Manifest(
         kind=KIND,
         match={

@@ -19,9 +19,7 @@ SHOWN = 20
 
 def run(config: Config) -> Findings:
     """Verify and print."""
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     findings = verify(config.store_dir, target.lm_head())
     for problem in findings.problems[:SHOWN]:
         sys.stdout.write(f"{problem.where}: {problem.what}\n")

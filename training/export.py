@@ -30,9 +30,7 @@ def export(config: Config) -> Path:
     """Export the run's chosen checkpoint; return the folder for SGLang."""
     if config.export.dtype not in DTYPES:
         raise UserError(f"export.dtype={config.export.dtype} is not one of {sorted(DTYPES)}")
-    target = Target.resolve(
-        config.target.path, config.target.revision, config.target.trust_remote_code
-    )
+    target = Target.from_config(config.target)
     root = config.checkpoints_dir
     trained = Manifest.load(root, KIND)
     remedy = "Use the configuration the checkpoints were trained with."

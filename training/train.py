@@ -75,9 +75,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
-        target = Target.resolve(
-            config.target.path, config.target.revision, config.target.trust_remote_code
-        )
+        target = Target.from_config(config.target)
         self.reader = open_store(config, target)
         self.split = Split.make(len(self.reader), config.train.validation_ratio, config.seed)
         self.plan = BatchPlan(

@@ -72,7 +72,7 @@ class StoreWriter:
             manifest.save(folder)
         for stale in folder.glob(".shard-*"):
             stale.unlink()
-        self.next_number, self.num_shards = self._committed()
+        self.next_number, self.num_shards, self.num_samples = self._committed()
         self._pending: list[tuple[int, Sample, dict[str, Tensor]]] = []
         self._pending_bytes = 0
 
@@ -83,6 +83,7 @@ class StoreWriter:
         self._pending.append((number, sample, encoded))
         self._pending_bytes += sum(t.numel() * t.element_size() for t in encoded.values())
         self.next_number = number + 1
+        self.num_samples += 1
         if self._pending_bytes >= self.shard_bytes:
             self.flush()
 
@@ -150,8 +151,8 @@ class StoreWriter:
         temporary.rename(path)
         _sync(self.folder)
 
-    def _committed(self) -> tuple[int, int]:
-        """Next sample number and number of shards on disk; a data file without index is dropped."""
+    def _committed(self) -> tuple[int, int, int]:
+        """Next sample number, shards and samples on disk; a data file without index is dropped."""
         from datasets import Dataset
 
         files = index_files(self.folder)
@@ -159,8 +160,9 @@ class StoreWriter:
             if not data.with_suffix(".arrow").exists():
                 data.unlink()
         if not files:
-            return 0, 0
-        return Dataset.from_file(str(files[-1]))[-1]["number"] + 1, len(files)
+            return 0, 0, 0
+        indexes = [Dataset.from_file(str(file)) for file in files]
+        return indexes[-1][-1]["number"] + 1, len(files), sum(map(len, indexes))
 
 
 def digest(encoded: dict[str, Tensor]) -> str:
