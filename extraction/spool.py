@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eagle3.errors import UserError
 from eagle3.manifest import write_json
 
 SPOOL_VARIABLE = "EAGLE3_CAPTURE_SPOOL"
@@ -64,13 +65,18 @@ class Spool:
 
     @classmethod
     def create(cls, folder: Path) -> Spool:
-        """Make the folder, private to the user, with a fresh secret; what it held is dropped."""
+        """Make the folder, private to the user, with a fresh secret; an old spool's files go.
+
+        Raises:
+            UserError: the folder holds something that is not a spool.
+        """
+        if folder.exists() and any(folder.iterdir()) and not (folder / "secret").exists():
+            raise UserError(f"{folder} is not empty and no spool: choose another extract.spool")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
         spool = cls(folder)
         for old in folder.iterdir():
-            if old.suffix in (".safetensors", ".tmp", ".json") or old.name == "secret":
-                old.unlink()
+            old.unlink()
         secret = folder / "secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))

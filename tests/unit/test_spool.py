@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle3.errors import UserError
 from eagle3.store.writer import Sample
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
@@ -43,6 +44,13 @@ def test_spool_is_private_and_starts_clean(tmp_path: Path) -> None:
     assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     again = Spool.create(folder)
     assert again.secret != first and again.take(ticket) is None
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="no spool"):
+        Spool.create(tmp_path)
+    assert (tmp_path / "results.json").exists()
 
 
 def test_a_sample_is_taken_once(tmp_path: Path) -> None:
