@@ -149,8 +149,12 @@ class TrainConfig:
     """Rows of a packed micro-batch of one rank."""
     accumulation: int = 1
     ttt_steps: int = 7
+    loss: str = "soft_ce"
+    """soft_ce, hard_ce, tv or log_acceptance; see eagle3/loss.py. The GPU path has soft_ce only."""
     step_decay: float = 0.8
     """Weight of TTT step k is step_decay ** k."""
+    init_from: str | None = None
+    """Drafter folder to go on from (SGLang's format); its shape and vocabulary are kept."""
     validation_ratio: float = 0.05
     log_every: int = 10
     validate_every: int = 200

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from eagle3.errors import UserError
 from eagle3.layers import from_sglang, to_sglang
 from eagle3.manifest import Manifest, write_json
 from eagle3.target import Target
+from eagle3.vocab import DraftVocab
 
 KIND = "drafter"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -153,6 +153,19 @@ def load_sglang(folder: Path, target: Target) -> tuple[Drafter, list[int]]:
     return drafter.float().eval(), from_sglang(ids, target.architecture)
 
 
+def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
+    """Draft vocabulary of a drafter folder.
+
+    Raises:
+        UserError: the folder has problems, or another target vocabulary.
+    """
+    if found := problems(folder):
+        raise UserError(f"the drafter in {folder} cannot be used:\n  " + "\n  ".join(found))
+    if load_config(folder)["vocab_size"] != vocab_size:
+        raise UserError(f"the drafter in {folder} is for another vocabulary than {vocab_size}")
+    return DraftVocab.from_d2t(_tensors(folder)["d2t"], vocab_size)
+
+
 def problems(folder: Path) -> list[str]:
     """What would make SGLang serve this folder wrongly or not at all; empty if nothing."""
     data = load_config(folder)
@@ -280,9 +293,3 @@ def save_speculators(
         )
     torch.nn.Module.to(model, drafter.lm_head.weight.dtype)
     model.save_pretrained(str(folder))
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's model.safetensors."""
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return set(file.keys())

@@ -1,13 +1,13 @@
-"""Teacher, training loss and acceptance counts, all on the draft vocabulary.
+"""Teacher and training losses, on the draft vocabulary.
 
-Loss of a row: soft cross-entropy -sum_v p(v) log q(v) between the teacher p, the target's
-distribution restricted to the draft vocabulary and renormalised, and the drafter q. It differs from
-KL(p || q) by the teacher's entropy, a constant. Letters in shapes: R rows, H hidden size, V draft
-vocabulary.
+A loss compares the teacher p, the target's distribution restricted to the draft vocabulary and
+renormalised, with the drafter q; `LOSSES` defines them. Letters in shapes: R rows, H hidden size, V
+draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,42 @@ class Teacher(nn.Module):
         return TeacherRows(logits=logits, top1=index)
 
 
-def soft_cross_entropy_reference(hidden: Tensor, weight: Tensor, teacher_logits: Tensor) -> Tensor:
-    """The definition: summed soft cross-entropy of rows [R, H] under lm_head `weight` [V, H]."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Teacher probabilities p [R, V] and log q [R, V] -> loss of each row [R]."""
+
+
+def _soft_ce(p: Tensor, log_q: Tensor) -> Tensor:
+    """-sum p log q: KL(p || q) but for the teacher's entropy."""
+    return -(p * log_q).sum(dim=-1)
+
+
+def _hard_ce(p: Tensor, log_q: Tensor) -> Tensor:
+    """-log q of the teacher's most likely token."""
+    return -log_q.gather(-1, p.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+def _overlap(p: Tensor, log_q: Tensor) -> Tensor:
+    """sum min(p, q): the chance that speculative sampling accepts a draft."""
+    return torch.minimum(p, log_q.exp()).sum(dim=-1)
+
+
+LOSSES: dict[str, Loss] = {
+    "soft_ce": _soft_ce,
+    "hard_ce": _hard_ce,
+    "tv": lambda p, log_q: 1 - _overlap(p, log_q),  # total variation: the chance of a rejection
+    "log_acceptance": lambda p, log_q: -_overlap(p, log_q).clamp(min=1e-6).log(),
+}
+
+
+def loss_reference(
+    hidden: Tensor, weight: Tensor, teacher_logits: Tensor, kind: str = "soft_ce"
+) -> Tensor:
+    """The definition: summed loss of rows [R, H] under lm_head `weight` [V, H]."""
     log_q = _wide(hidden @ weight.T).log_softmax(dim=-1)
-    return -(_wide(teacher_logits).softmax(dim=-1) * log_q).sum()
+    return LOSSES[kind](_wide(teacher_logits).softmax(dim=-1), log_q).sum()
 
 
-class _FusedSoftCrossEntropy(torch.autograd.Function):
+class _LmHeadLoss(torch.autograd.Function):
     """lm_head and loss in row chunks; the forward pass makes the gradients, while logits exist."""
 
     @staticmethod
@@ -74,6 +103,7 @@ class _FusedSoftCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         teacher_logits: Tensor,
         teacher_rows: Tensor,
+        kind: str,
         need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         loss = _wide(hidden.new_zeros(()))
@@ -84,11 +114,11 @@ class _FusedSoftCrossEntropy(torch.autograd.Function):
             part = slice(start, start + CHUNK_ROWS)
             logits = _wide(hidden[part] @ weight.T)
             top1[part] = logits.argmax(dim=-1)
-            log_q = logits.log_softmax(dim=-1)
             p = _wide(teacher_logits[teacher_rows[part]]).softmax(dim=-1)
-            loss -= torch.dot(p.flatten(), log_q.flatten())
-            if grad_hidden is not None and grad_weight is not None:
-                grad_logits = log_q.exp_().sub_(p).to(weight.dtype)
+            chunk_loss, grad_logits = _loss_and_gradient(kind, p, logits, need_grad)
+            loss += chunk_loss
+            if grad_hidden is not None and grad_weight is not None and grad_logits is not None:
+                grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] = grad_logits @ weight
                 grad_weight.addmm_(_wide(grad_logits.T), _wide(hidden[part]))
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -102,26 +132,43 @@ class _FusedSoftCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
             (grad_weight * grad_loss).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 
-def soft_cross_entropy(
-    hidden: Tensor, weight: Tensor, teacher_logits: Tensor, teacher_rows: Tensor
+def _loss_and_gradient(
+    kind: str, p: Tensor, logits: Tensor, need_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk and its gradient in the logits [r, V]."""
+    if kind == "soft_ce":  # the gradient is q - p
+        log_q = logits.log_softmax(dim=-1)
+        loss = -torch.dot(p.flatten(), log_q.flatten())
+        return loss, log_q.exp_().sub_(p) if need_grad else None
+    with torch.set_grad_enabled(need_grad):
+        logits = logits.detach().requires_grad_(need_grad)
+        loss = LOSSES[kind](p, logits.log_softmax(dim=-1)).sum()
+        return loss.detach(), torch.autograd.grad(loss, logits)[0] if need_grad else None
+
+
+def lm_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_logits: Tensor,
+    teacher_rows: Tensor,
+    kind: str = "soft_ce",
 ) -> tuple[Tensor, Tensor]:
-    """Summed soft cross-entropy and the drafter's choices, without ever holding all logits.
+    """Summed loss and the drafter's choices, without ever holding all logits.
 
     Args:
         hidden: normed drafter states [R, H]. weight: drafter lm_head [V, H].
         teacher_logits: [M, V]; row i of `hidden` is taught by row `teacher_rows[i]` of it.
+        kind: one of LOSSES.
 
     Returns:
         The sum over rows (float32 at least), and the top-1 draft id of each row [R].
     """
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _FusedSoftCrossEntropy.apply(hidden, weight, teacher_logits, teacher_rows, need_grad)
+    return _LmHeadLoss.apply(hidden, weight, teacher_logits, teacher_rows, kind, need_grad)
 
 
 def _wide(x: Tensor) -> Tensor:

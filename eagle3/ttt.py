@@ -20,7 +20,7 @@ from eagle3 import fast
 from eagle3.attention import segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
-from eagle3.loss import Teacher, soft_cross_entropy
+from eagle3.loss import Teacher, lm_head_loss
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Step:
 class TTTOutput:
     """Sums over one batch; divide after adding up batches and ranks.
 
-    loss: what to differentiate. step_loss: summed soft cross-entropy of each step [K].
+    loss: what to differentiate. step_loss: summed loss of each step [K].
     rows: supervised rows of each step [K]. accepted: rows at which the drafts of steps 0..k all
     match the target's choice [K], None unless `score` was asked for.
     """
@@ -84,14 +84,21 @@ def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[Step]:
 class TTTModel(nn.Module):
     """Drafter and teacher under one forward, which is what the DeepSpeed engine wraps."""
 
-    def __init__(self, drafter: Drafter, teacher: Teacher, step_weights: list[float]) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        teacher: Teacher,
+        step_weights: list[float],
+        loss: str = "soft_ce",
+    ) -> None:
         super().__init__()
+        self.loss = loss
         self.drafter = drafter
         self.teacher = teacher
         self.step_weights = step_weights
 
     def forward(self, batch: Batch, scale: Tensor, score: bool) -> TTTOutput:
-        """Loss sum_k w_k * scale_k * (summed soft cross-entropy of step k).
+        """Loss sum_k w_k * scale_k * (summed loss of step k).
 
         Args:
             scale: factor of each step's sum [K]; one over its supervised rows gives the mean. The
@@ -101,7 +108,7 @@ class TTTModel(nn.Module):
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
         taught = self.teacher(batch.final, top1=score)
-        if fast.supported(self.drafter, batch):
+        if self.loss == "soft_ce" and fast.supported(self.drafter, batch):
             from eagle3.fast.step import fast_ttt
 
             return fast_ttt(self.drafter, batch, taught, self.step_weights, scale)
@@ -112,8 +119,8 @@ class TTTModel(nn.Module):
         loss = torch.zeros((), device=device)
         for k, step in enumerate(unroll(self.drafter, batch, num_steps)):
             teacher_rows = batch.final_index[step.rows + 1 + k]
-            summed, choice = soft_cross_entropy(
-                step.states, self.drafter.lm_head.weight, taught.logits, teacher_rows
+            summed, choice = lm_head_loss(
+                step.states, self.drafter.lm_head.weight, taught.logits, teacher_rows, self.loss
             )
             loss = loss + self.step_weights[k] * scale[k] * summed
             step_loss[k] = summed.detach()

@@ -18,9 +18,9 @@ from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
-from eagle3.vocab import DraftVocab
 from training import checkpoint
-from training.train import KIND, build_model
+from training.model import build_model, draft_vocab
+from training.train import KIND
 
 log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -40,7 +40,7 @@ def export(config: Config) -> Path:
     require_match({"store": reader.manifest.hash()}, trained.match, f"{root}", remedy)
     held_out = trained.facts["validation_samples"]
     train_samples = sorted(set(range(len(reader))) - set(held_out))
-    vocab = DraftVocab.build(reader.label_counts(train_samples), config.draft.vocab_size)
+    vocab, _ = draft_vocab(config, reader, train_samples)
     drafter = build_model(config, target, vocab).drafter
     checkpoint.load_weights(drafter, chosen)
     aux_layers = trained.match["aux_layers"]

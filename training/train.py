@@ -20,53 +20,20 @@ import torch
 from eagle3 import logging as console
 from eagle3.batch import Batch
 from eagle3.config import Config, command
-from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
-from eagle3.loss import Teacher
 from eagle3.manifest import NAME, Manifest, require_match
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
-from eagle3.store.reader import StoreReader
 from eagle3.target import Target
-from eagle3.ttt import TTTModel, supervised_rows
-from eagle3.vocab import DraftVocab
+from eagle3.ttt import supervised_rows
 from training import checkpoint
 from training import engine as engines
 from training.data import BatchPlan, Split, prefetch
 from training.engine import World
 from training.evaluate import summary, validate
+from training.model import build_model, draft_vocab, init_identity, open_store
 
 log = logging.getLogger(__name__)
 KIND = "checkpoints"
-
-
-def open_store(config: Config, target: Target) -> StoreReader:
-    """The run's store, refused unless it was captured from this target at these layers."""
-    reader = StoreReader(config.store_dir)
-    wanted = {
-        "target": target.identity(),
-        "aux_layers": target.aux_layers(config.target.aux_layers),
-        "final": "post-norm",
-    }
-    remedy = "Point `target` at the model the store was captured from, or extract again."
-    require_match(wanted, reader.manifest.match, f"the store in {config.store_dir}", remedy)
-    return reader
-
-
-def build_model(config: Config, target: Target, vocab: DraftVocab) -> TTTModel:
-    """Drafter and teacher of a run, freshly initialised from the seed."""
-    torch.manual_seed(config.seed)
-    draft = asdict(config.draft)
-    draft_vocab_size = draft.pop("vocab_size")
-    shape = DrafterConfig.for_target(
-        target.config,
-        len(target.aux_layers(config.target.aux_layers)),
-        draft_vocab_size=draft_vocab_size,
-        **draft,
-    )
-    lm_head = target.lm_head().float()
-    drafter = Drafter.fresh(shape, vocab, target.embeddings().float(), lm_head)
-    weights = [config.train.step_decay**k for k in range(config.train.ttt_steps)]
-    return TTTModel(drafter, Teacher(lm_head, vocab), weights)
 
 
 class Trainer:
@@ -85,9 +52,7 @@ class Trainer:
             seed=config.seed,
         )
         self.num_steps = self._num_steps()
-        counts = self.reader.label_counts(self.split.train)
-        self.vocab = DraftVocab.build(counts, config.draft.vocab_size)
-        self.coverage = self.vocab.coverage(counts)
+        self.vocab, self.coverage = draft_vocab(config, self.reader, self.split.train)
         log.info(
             "%d training and %d validation samples, %d steps; draft vocabulary %d covers %.2f%%",
             len(self.split.train), len(self.split.validation), self.num_steps, self.vocab.size,
@@ -226,7 +191,9 @@ class Trainer:
                 "seed": config.seed,
                 "draft": asdict(config.draft),
                 "optimizer": asdict(config.optimizer),
+                "init_from": init_identity(config),
                 "ttt_steps": config.train.ttt_steps,
+                "loss": config.train.loss,
                 "step_decay": config.train.step_decay,
                 "tokens_per_batch": config.train.tokens_per_batch,
                 "micro_batches_per_step": config.train.accumulation * self.world.size,

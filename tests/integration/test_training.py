@@ -165,3 +165,19 @@ def test_frozen_embeddings_and_a_complete_run_are_left_alone(store_run: Path) ->
     assert "embed_tokens.weight" not in final_state(folder, 2)
     train(store_run, "done", "train.max_steps=2")
     assert (folder / "step-00000002" / "drafter.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_training_goes_on_from_an_exported_drafter(store_run: Path, target: Target) -> None:
+    """Its vocabulary stays, although this store would give another; one small step moves little."""
+    from eagle3 import export
+    from tests.unit.test_export import target_drafter
+
+    folder = store_run / "theirs"
+    drafter = target_drafter(target)
+    export.save_sglang(
+        drafter, folder, target, AUX, torch.float32, Manifest(kind="drafter", match={})
+    )
+    settings = [f"train.init_from={folder}", "train.max_steps=1", "optimizer.lr=1e-6"]
+    trained = final_state(train(store_run, "tuned", *settings), 1)
+    for name, tensor in trained.items():
+        assert (tensor - drafter.state_dict()[name]).abs().max() < 1e-5, name

@@ -2,20 +2,21 @@ import pytest
 import torch
 
 from eagle3 import loss
-from eagle3.loss import Teacher, soft_cross_entropy, soft_cross_entropy_reference
+from eagle3.loss import LOSSES, Teacher, lm_head_loss, loss_reference
 from eagle3.vocab import DraftVocab
 
 
+@pytest.mark.parametrize("kind", sorted(LOSSES))
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_fused_equals_reference(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_equals_reference(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK_ROWS", 16)
     torch.manual_seed(0)
     hidden = torch.randn(rows, 24, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(50, 24, dtype=torch.float64, requires_grad=True)
     teacher_logits = torch.randn(rows + 5, 50, dtype=torch.float64)
     teacher_rows = torch.randperm(rows + 5)[:rows]
-    summed, top1 = soft_cross_entropy(hidden, weight, teacher_logits, teacher_rows)
-    expected = soft_cross_entropy_reference(hidden, weight, teacher_logits[teacher_rows])
+    summed, top1 = lm_head_loss(hidden, weight, teacher_logits, teacher_rows, kind)
+    expected = loss_reference(hidden, weight, teacher_logits[teacher_rows], kind)
     torch.testing.assert_close(summed, expected, rtol=1e-12, atol=0)
     assert torch.equal(top1, (hidden @ weight.T).argmax(-1))
     found = torch.autograd.grad(3.0 * summed, (hidden, weight))
@@ -29,11 +30,9 @@ def test_bf16_gradients_are_within_one_percent_of_float64() -> None:
     hidden, weight = torch.randn(256, 64), torch.randn(512, 64) / 8
     teacher_logits = (torch.randn(256, 512) * 2).bfloat16()
     exact = [t.bfloat16().double().requires_grad_() for t in (hidden, weight)]
-    expected = torch.autograd.grad(
-        soft_cross_entropy_reference(*exact, teacher_logits.double()), exact
-    )
+    expected = torch.autograd.grad(loss_reference(*exact, teacher_logits.double()), exact)
     rounded = [t.bfloat16().requires_grad_() for t in (hidden, weight)]
-    summed, _ = soft_cross_entropy(*rounded, teacher_logits, torch.arange(256))
+    summed, _ = lm_head_loss(*rounded, teacher_logits, torch.arange(256))
     for found, wanted in zip(torch.autograd.grad(summed, rounded), expected, strict=True):
         assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
@@ -53,3 +52,27 @@ def test_a_whole_vocabulary_teacher_has_nothing_outside() -> None:
     lm_head = torch.randn(10, 4)
     vocab = DraftVocab(target_ids=torch.arange(10), vocab_size=10)
     assert (Teacher(lm_head, vocab)(torch.randn(5, 4), top1=True).top1 >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("tv", "tv_loss"), ("log_acceptance", "neg_log_acceptance_loss"), ("hard_ce", "ce_loss")],
+)
+def test_losses_are_those_of_speculators(ours: str, theirs: str) -> None:
+    from speculators.losses import eager
+
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(1, 40, 30) * 2, torch.randn(1, 40, 30) * 2
+    expected = getattr(eager, theirs)(logits, teacher).flatten()
+    found = LOSSES[ours](teacher[0].softmax(-1), logits[0].log_softmax(-1))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_every_loss_is_least_where_the_drafter_agrees(kind: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 20) * 3
+    p = logits.softmax(-1)
+    other = (logits + torch.randn(5, 20)).log_softmax(-1)
+    agreeing = logits.log_softmax(-1) if kind != "hard_ce" else (100 * logits).log_softmax(-1)
+    assert (LOSSES[kind](p, agreeing) < LOSSES[kind](p, other)).all()
