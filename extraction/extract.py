@@ -172,7 +172,7 @@ def _extractor(
             "server.url needs extract.spool: the folder that server was started with as "
             f"{SPOOL_VARIABLE}"
         )
-    folder = Path(config.extract.spool or f"/dev/shm/eagle3-{_run_key(config)}")
+    folder = Path(config.extract.spool) if config.extract.spool else default_spool(config)
     spool = Spool(folder) if config.server.url else Spool.create(folder)
     try:
         with get_server(
@@ -236,8 +236,10 @@ def _require_room(client: Client, longest: int) -> None:
         )
 
 
-def _run_key(config: Config) -> str:
-    return provenance.hash_json(str(config.store_dir.resolve()))[:12]
+def default_spool(config: Config) -> Path:
+    """In shared memory, under a name that no other run has."""
+    key = provenance.hash_json(str(config.store_dir.resolve()))[:12]
+    return Path("/dev/shm") / f"eagle3-{key}"
 
 
 def _require_few(rejected: Counter[str], total: int, share: float) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from eagle3 import export
+from eagle3.config import Config
 from eagle3.target import Target
 from eval.offline import sample_histograms
+from extraction.extract import default_spool
 from tests.e2e.conftest import Run, make
 
 pytestmark = pytest.mark.server
@@ -54,27 +56,26 @@ def test_offline_prediction_is_near_the_live_figure(ci_run: Run) -> None:
 
 @torch.no_grad()
 def test_live_histograms_are_those_of_our_own_drafter(ci_run: Run, target: Target) -> None:
-    """Replays every answer with Hugging Face states: same drafts accepted at the same steps."""
+    """Replays every answer with Hugging Face states: the same drafts accepted at the same steps."""
     from transformers import AutoModelForCausalLM
 
     drafter, aux_layers = export.load_sglang(ci_run.folder / "drafter", target)
     model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
-    rows = [
-        json.loads(x) for x in (ci_run.folder / "eval" / "outputs.jsonl").read_text().splitlines()
-    ]
-    same = accepted_live = accepted_ours = 0
-    for row in rows:
+    lines = (ci_run.folder / "eval" / "outputs.jsonl").read_text().splitlines()
+    ended = 0
+    for row in map(json.loads, lines):
         ids = row["input_ids"] + row["output_ids"]
         mask = [0] * len(row["input_ids"]) + [1] * len(row["output_ids"])
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         aux = torch.cat([states[k][0] for k in aux_layers], dim=-1)
         (ours,) = sample_histograms(drafter, ids, mask, aux, len(row["histogram"]) - 1)
-        same += ours == row["histogram"]
-        accepted_live += sum(k * n for k, n in enumerate(row["histogram"]))
-        accepted_ours += sum(k * n for k, n in enumerate(ours))
-    # the last verify step may accept drafts past the end of an answer, which we do not count
-    assert abs(accepted_live - accepted_ours) <= len(rows) * 2
-    assert accepted_ours > 0.95 * accepted_live - len(rows)
+        if row["output_ids"][-1] in target.eos_ids:
+            assert ours == row["histogram"], row["id"]
+            ended += 1
+        else:  # cut off by length: the server's last step may accept drafts beyond the cut
+            moved = sum(abs(a - b) for a, b in zip(ours, row["histogram"], strict=True))
+            assert moved <= 2, (row["id"], ours, row["histogram"])
+    assert ended >= len(lines) // 2
 
 
 def test_training_learned_and_logged(ci_run: Run) -> None:
@@ -100,18 +101,13 @@ def test_the_report_shows_the_figures_and_plots(ci_run: Run) -> None:
 
 
 def test_the_spool_is_gone_and_stages_are_no_ops_when_done(ci_run: Run) -> None:
-    from pathlib import Path
-
+    config = Config(run_name="ci", runs_dir=str(ci_run.folder.parent))
+    assert not default_spool(config).exists()
     before = (ci_run.folder / "store" / "shard-00000.safetensors").stat().st_mtime_ns
     runs = ci_run.folder.parent
     again = make("extract", f"runs_dir={runs}")
     assert "is complete" in again.stderr
     assert (ci_run.folder / "store" / "shard-00000.safetensors").stat().st_mtime_ns == before
-    assert not [
-        p
-        for p in Path("/dev/shm").glob("eagle3-*")
-        if p.stat().st_mtime > 0 and not any(p.iterdir())
-    ]
 
 
 def test_other_settings_do_not_mix_into_a_finished_run(ci_run: Run) -> None:
