@@ -53,6 +53,17 @@ class Manifest:
             raise UserError(f"{folder} holds {data['kind']!r}, expected {kind!r}")
         return cls(**data)
 
+    def resumes(self, folder: Path, where: str, remedy: str) -> bool:
+        """Whether the folder holds an earlier part of this same run.
+
+        Raises:
+            UserError: it holds another kind of folder, or one whose `match` differs.
+        """
+        if not (folder / NAME).exists():
+            return False
+        require_match(self.match, Manifest.load(folder, self.kind).match, where, remedy)
+        return True
+
     def hash(self) -> str:
         """Identity of this folder for the manifests of the stages that read it: what it was made
         from and how, not how long that took."""

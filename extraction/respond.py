@@ -19,7 +19,7 @@ from eagle3 import provenance
 from eagle3.chat import ChatEncoder
 from eagle3.config import Config, command
 from eagle3.errors import UserError
-from eagle3.manifest import NAME, Manifest, require_match
+from eagle3.manifest import Manifest
 from eagle3.records import Record, read
 from eagle3.serving.client import Client, RequestRefused, in_order
 from eagle3.serving.from_config import get_server
@@ -78,11 +78,8 @@ def respond(config: Config) -> Path:
     )
     folder = config.responses_dir
     output = folder / "responses.jsonl"
-    if (folder / NAME).exists():
-        found = Manifest.load(folder, KIND)
-        remedy = "Resume with the same configuration, or choose another run_name."
-        require_match(manifest.match, found.match, f"{folder}", remedy)
-    else:
+    remedy = "Resume with the same configuration, or choose another run_name."
+    if not manifest.resumes(folder, f"{folder}", remedy):
         manifest.save(folder)
     work = [r for r in records for _ in range(config.respond.samples_per_prompt)]
     done = _whole_lines(output)

@@ -21,7 +21,7 @@ from eagle3 import logging as console
 from eagle3.batch import Batch
 from eagle3.config import Config, command
 from eagle3.errors import UserError
-from eagle3.manifest import NAME, Manifest, require_match
+from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
@@ -206,13 +206,10 @@ class Trainer:
     def _resume_point(self) -> Path | None:
         """The checkpoint to go on from, after checking that it belongs to this configuration."""
         found = checkpoint.folders(self.root)
-        if (self.root / NAME).exists():
-            if not self.config.train.resume and found:
-                raise UserError(f"{self.root} holds checkpoints and train.resume is false")
-            before = Manifest.load(self.root, KIND)
-            remedy = "Resume with the same configuration, or choose another run_name or train_dir."
-            require_match(self.manifest.match, before.match, f"{self.root}", remedy)
-        elif self.world.rank == 0:
+        if found and not self.config.train.resume:
+            raise UserError(f"{self.root} holds checkpoints and train.resume is false")
+        remedy = "Resume with the same configuration, or choose another run_name or train_dir."
+        if not self.manifest.resumes(self.root, f"{self.root}", remedy) and self.world.rank == 0:
             self.manifest.save(self.root)
         return found[-1] if found else None
 

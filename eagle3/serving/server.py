@@ -54,7 +54,6 @@ class Server:
     pid: int | None = None
     log: Path | None = None
     backend: str | None = None
-    start_s: float = 0.0
 
 
 def check_version() -> str:
@@ -116,7 +115,6 @@ def launch(what: Launch, timeout_s: float = 600.0) -> Iterator[Server]:
         try:
             yield Server(
                 url=client.url, client=client, pid=process.pid, log=what.log, backend=backend,
-                start_s=seconds,
             )  # fmt: skip
         finally:
             watch.end(process.pid)

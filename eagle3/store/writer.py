@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle3 import provenance
 from eagle3.batch import needed_final
 from eagle3.errors import UserError
-from eagle3.manifest import NAME, Manifest, require_match
+from eagle3.manifest import Manifest
 from eagle3.store.codecs import Codec, get
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,10 @@ class StoreWriter:
         self.shard_bytes = shard_bytes
         self.codec: Codec = get(manifest.match["codec"])
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (folder / NAME).exists():
-            found = Manifest.load(folder, KIND)
-            remedy = "Resume with the same configuration, or choose another folder."
-            require_match(manifest.match, found.match, f"the store in {folder}", remedy)
-        elif any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no store; choose another folder")
-        else:
+        remedy = "Resume with the same configuration, or choose another folder."
+        if not manifest.resumes(folder, f"the store in {folder}", remedy):
+            if any(folder.iterdir()):
+                raise UserError(f"{folder} is not empty and holds no store; choose another folder")
             manifest.save(folder)
         for stale in folder.glob(".shard-*"):
             stale.unlink()

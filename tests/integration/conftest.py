@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -41,8 +40,3 @@ def capture_server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
     ) as server:
         _require_capture(spool, AUX_LAYERS, {str(target.folder)})
         yield Extractor(server.client, spool, Verifier(target, len(AUX_LAYERS)))
-
-
-@pytest.fixture(scope="session")
-def spool_folder(capture_server: Extractor) -> Path:
-    return capture_server.spool.folder

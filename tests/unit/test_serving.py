@@ -131,6 +131,14 @@ def start(code: str, log: Path) -> subprocess.Popen:
         )
 
 
+def printed_pid(log: Path) -> int:
+    """The number a started process prints first, once it has."""
+    deadline = time.monotonic() + 30
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return int(log.read_text())
+
+
 BUSY = "import time; print('loading', flush=True)\nwhile True: pass"
 CHATTY = "import time\nwhile True: print('.', flush=True); time.sleep(0.1)"
 GROWING = (
@@ -170,10 +178,7 @@ def test_end_reaches_children_in_sessions_of_their_own(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     process = start(code, log)
-    deadline = time.monotonic() + 10
-    while not log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    child = int(log.read_text())
+    child = printed_pid(log)
     watch.end(process.pid)
     process.wait()
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -207,10 +212,7 @@ def test_a_server_does_not_outlive_a_killed_client(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     process = start(code, log)
-    deadline = time.monotonic() + 30
-    while not log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    child = psutil.Process(int(log.read_text()))
+    child = psutil.Process(printed_pid(log))
     process.kill()
     process.wait()
     gone, _ = psutil.wait_procs([child], timeout=5)
