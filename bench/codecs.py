@@ -26,7 +26,8 @@ from eagle3 import provenance
 from eagle3.manifest import Manifest, write_json
 from eagle3.store.codecs import CODECS, get
 from eagle3.store.reader import StoreReader
-from eagle3.store.writer import Sample, StoreWriter
+from eagle3.store.sample import Sample
+from eagle3.store.writer import StoreWriter
 
 KIMI_HIDDEN, KIMI_AUX = 7168, 3
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
@@ -57,7 +58,7 @@ def reencode(source: StoreReader, folder: Path, codec: str) -> Encoded:
         needed = torch.cat([mask[1:], mask.new_zeros(1)])
         whole[needed] = final
         sample = Sample(id=source.ids[number], input_ids=ids, loss_mask=mask, aux=aux, final=whole)
-        writer.append(number, sample)
+        writer.append(number, sample.encode(writer.codec))
         start = time.perf_counter()
         encoded = get(codec).encode(aux)
         middle = time.perf_counter()

@@ -47,8 +47,8 @@ class Batch:
     final_index: Tensor
     layout: Layout | None = None
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """Move to a device; the hidden states also change to `dtype`.
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """Move to a device; the hidden states also change to `dtype` unless that is None.
 
         On the way from the CPU to a GPU the batch gets its layout. The loader does this on its own
         thread, so that no training step has to ask the GPU which rows it supervises.
@@ -63,6 +63,14 @@ class Batch:
                 states = value.is_floating_point()
                 moved[item.name] = value.to(device, dtype if states else None, non_blocking=True)
         return Batch(**moved)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until `stream` (a torch.cuda.Stream), too, is done with it."""
+        for holder in (self, self.layout):
+            for item in fields(holder) if holder is not None else ():
+                value = getattr(holder, item.name)
+                if isinstance(value, Tensor):
+                    value.record_stream(stream)
 
     @property
     def num_rows(self) -> int:

@@ -38,14 +38,18 @@ class TargetConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """How to get a server: start one, or use one by URL."""
+    """How to get servers: start them, or use running ones by URL."""
 
-    url: str | None = None
-    """A running server; for extraction it must have been started for `spool`."""
+    urls: list[str] = field(default_factory=list)
+    """Running servers that share the work; for extraction each was started for its spool."""
+    replicas: int = 1
+    """Servers to start, on GPUs of their own where there are GPUs; `eval` always starts one."""
+    patience_s: float = 120.0
+    """How long to go on while no server answers."""
     api_key: str | None = None
     host: str = "127.0.0.1"
     port: int | None = None
-    """None takes a free one."""
+    """None takes free ones; several servers take this and the following ports."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang flags (underscores), for every server this run starts."""
     env: dict[str, str] = field(default_factory=dict)
@@ -97,19 +101,49 @@ class CodecConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExpectConfig:
+    """What `extraction.plan` reckons with when the data itself is not at hand."""
+
+    samples: int = MISSING
+    tokens: int = MISSING
+    answer_share: float = 0.8
+    """Share of the tokens that the target generated."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ExtractConfig:
     """Capture of hidden states."""
 
     concurrency: int = 8
-    spool: str | None = None
-    """Default: a folder of this run under /dev/shm."""
+    """Samples under way on each server."""
+    spools: list[str] = field(default_factory=list)
+    """One folder a server, on the server's host; default: folders of this run under /dev/shm."""
     spool_bytes: int = 4 << 30
-    """Most bytes that finished or running captures may take up there."""
+    """Most bytes that running captures may take up in a spool."""
     shard_bytes: int = 1 << 30
     max_bytes: int | None = None
     """Refuse to start if the store would be larger."""
+    max_hours: float | None = None
+    """Refuse to go on if it would take longer, at the given or the measured rate."""
+    tokens_per_s: float | None = None
+    """Rate of all servers together, if known; else it is measured over the first samples."""
+    expect: ExpectConfig | None = None
+    """For `extraction.plan` before there is data."""
     max_rejected: float = 0.01
     """Share of samples that may fail verification before the run is aborted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class VerifyConfig:
+    """How thoroughly to look at a store."""
+
+    recapture: int = 0
+    """Random samples to capture again through a server."""
+    tolerance: float = 0.05
+    """Largest relative difference of a sample captured again; GPUs round differently in other
+    batches, shifted or swapped rows differ by about 1."""
+    min_agreement: float = 0.1
+    """Least share of a sample's next tokens that its final states must predict."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,6 +261,7 @@ class Config:
     respond: RespondConfig = field(default_factory=RespondConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     extract: ExtractConfig = field(default_factory=ExtractConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)

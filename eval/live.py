@@ -56,7 +56,8 @@ def run_server(
     log_file = config.run_dir / "logs" / f"eval-{name}-server.log"
     runs: Runs = {}
     url = config.eval.speculative_url if speculative else config.eval.plain_url
-    with get_server(replace(config.server, url=url), target.folder, log_file, args=args) as server:
+    urls = [url] if url else []
+    with get_server(replace(config.server, urls=urls), target.folder, log_file, args) as server:
         info = server.client.info()
         settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
             k: info.get(k) for k in ("attention_backend", "dtype", "disable_radix_cache", "tp_size")
@@ -144,10 +145,10 @@ def evaluate(config: Config) -> dict[str, Any]:
     )  # fmt: skip
     if found := formats.problems(config.drafter_dir):
         raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
-    if config.server.url:
+    if config.server.urls:
         raise UserError(
             "eval compares two servers: it starts both, or set eval.plain_url and "
-            "eval.speculative_url instead of server.url"
+            "eval.speculative_url instead of server.urls"
         )
     prompts = benchmarks.load(config, target)
     predicted = offline(config) if config.eval.offline else None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.store.writer import Sample
+from eagle3.batch import needed_final
+from eagle3.store.codecs import Codec
+from eagle3.store.sample import Encoded
 from eagle3.target import Target
 from extraction.samples import TokenSample
 
-UPCAST_LIMIT_BYTES = 1 << 30
+MAX_CANDIDATES = 1 << 26
+"""Most lm_head values to look at for one sample; a larger head is thinned out to that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,42 +26,51 @@ class Rejection:
 
 
 class Verifier:
-    """Checks captures of one target with `num_aux` aux layers."""
+    """Checks captures of one target with `num_aux` aux layers, encoded by `codec`."""
 
-    def __init__(self, target: Target, num_aux: int) -> None:
-        head = target.lm_head()
-        self.lm_head = head.float() if head.nbytes < UPCAST_LIMIT_BYTES else head
-        self.aux_width = num_aux * target.hidden_size
+    def __init__(self, target: Target, num_aux: int, codec: Codec) -> None:
+        self.codec = codec
+        self.lm_head = target.lm_head()
+        stride = -(-self.lm_head.numel() // MAX_CANDIDATES)
+        self.candidates = self.lm_head[::stride].float()
+        self.widths = {"aux": num_aux * target.hidden_size, "final": target.hidden_size}
 
     def check(
-        self, sample: TokenSample, tensors: dict[str, Tensor], output_ids: list[int]
-    ) -> Sample | Rejection:
-        """Check rows, token ids and values, and that the last state explains the server's token."""
-        input_ids, aux, final = tensors["input_ids"], tensors["aux"], tensors["final"]
-        rows = len(sample.input_ids)
-        if not len(input_ids) == len(aux) == len(final) == rows:
+        self, sample: TokenSample, captured: dict[str, Tensor], output_ids: list[int]
+    ) -> Encoded | Rejection:
+        """Check rows, token ids and values, and that the last state explains the server's token.
+
+        Args:
+            captured: what the spool holds of a sample.
+            output_ids: what the server generated, greedily, after the sample.
+        """
+        input_ids, last = captured["input_ids"], captured["last"]
+        states = {k: v for k, v in captured.items() if k.startswith(("aux.", "final."))}
+        if any(len(t) != len(sample.input_ids) for t in (input_ids, *states.values())):
             return Rejection("row count")
-        if aux.shape[1] != self.aux_width:
-            return Rejection("aux width")
-        if input_ids.tolist() != sample.input_ids:
+        if not np.array_equal(input_ids.numpy(), sample.input_ids):
             return Rejection("token ids")
-        for name, states in (("aux", aux), ("final", final)):
-            if not torch.isfinite(states).all():
-                return Rejection(f"{name} not finite")
-            if (states.amax(dim=1) == states.amin(dim=1)).any():
-                return Rejection(f"{name} constant")
-        if not self._explains(final[-1], output_ids[0]):
+        for kind, width in self.widths.items():
+            decoded = self.codec.decode(kind, states)
+            if decoded.shape[1] != width:
+                return Rejection(f"{kind} width")
+            low, high = decoded.aminmax(dim=1)  # both are nan where any value is
+            if not (torch.isfinite(low) & torch.isfinite(high)).all():
+                return Rejection(f"{kind} not finite")
+            if (low == high).any():
+                return Rejection(f"{kind} constant")
+        if not self._explains(last, output_ids[0]):
             return Rejection("argmax disagrees with the server's token")
-        return Sample(
-            id=sample.id,
-            input_ids=input_ids,
-            loss_mask=torch.tensor(sample.loss_mask, dtype=torch.uint8),
-            aux=aux,
-            final=final,
+        loss_mask = torch.from_numpy(sample.loss_mask)
+        needed = needed_final(loss_mask)
+        kept = {k: v[needed] if k.startswith("final.") else v for k, v in states.items()}
+        return Encoded(
+            id=sample.id, tensors={"input_ids": input_ids, "loss_mask": loss_mask, **kept}
         )
 
     def _explains(self, state: Tensor, token: int) -> bool:
-        """Whether `token` is the argmax of the state's logits, up to the dtypes' rounding."""
-        logits = (self.lm_head @ state.to(self.lm_head.dtype)).float()
+        """Whether no candidate has a larger logit than `token`, up to the dtypes' rounding."""
+        logits = self.candidates @ state.float()
+        own = self.lm_head[token].float() @ state.float()
         eps = max(torch.finfo(state.dtype).eps, torch.finfo(self.lm_head.dtype).eps, 1e-5)
-        return bool(logits[token] >= logits.max() - 2 * eps * logits.abs().max())
+        return bool(own >= logits.max() - 2 * eps * logits.abs().max())

@@ -8,250 +8,179 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-import torch
+from typing import Any
 
 from eagle3 import logging as console
-from eagle3 import provenance
 from eagle3.config import Config, command
 from eagle3.errors import UserError
+from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
-from eagle3.serving.client import Client, in_order
-from eagle3.serving.from_config import get_server
+from eagle3.serving.client import in_order
 from eagle3.store import budget, codecs
-from eagle3.store.writer import KIND, Sample, StoreWriter
+from eagle3.store.budget import Workload
+from eagle3.store.codecs import Codec
+from eagle3.store.sample import Encoded
+from eagle3.store.writer import KIND, StoreWriter
 from eagle3.target import Target
 from extraction import samples as samples_module
-from extraction.check import Rejection, Verifier
+from extraction.capture import Extractor, extractor
+from extraction.check import Rejection
 from extraction.samples import TokenSample
-from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
 
 log = logging.getLogger(__name__)
-ATTEMPTS = 3
-ARRIVAL_TIMEOUT_S = 60.0
+PROBE_SAMPLES = 32
+"""Captures after which the rate is known well enough to say how long the rest takes."""
 
 
-class Extractor:
-    """Captures samples from one server through one spool."""
+class Extraction:
+    """One run: what is to be captured, and the store it goes to."""
 
-    def __init__(self, client: Client, spool: Spool, verifier: Verifier) -> None:
-        self.client = client
-        self.spool = spool
-        self.secret = spool.secret
-        self.verifier = verifier
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.target = Target.from_config(config.target)
+        self.aux_layers = self.target.aux_layers(config.target.aux_layers)
+        self.codec = codecs.get(config.codec.name)
+        self.todo, self.skipped = samples_module.load(config, self.target)
 
-    def capture(self, number: int, sample: TokenSample) -> Sample | Rejection:
-        """Capture one sample, again if verification rejects it, at most ATTEMPTS times."""
-        rejection = Rejection("never tried")
-        for attempt in range(ATTEMPTS):
-            ticket = Ticket(number=number, attempt=attempt, num_tokens=len(sample.input_ids))
-            reply = self.client.generate(
-                sample.input_ids,
-                {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
-                rid=ticket.rid(self.secret),
-            )
-            tensors = self._arrival(ticket)
-            checked = self.verifier.check(sample, tensors, reply.output_ids)
-            if isinstance(checked, Sample):
-                return checked
-            rejection = checked
-            log.warning("sample %s, attempt %d: %s", sample.id, attempt + 1, rejection.reason)
-        return rejection
+    def run(self) -> None:
+        """Fill the store; resumes, and does nothing where it is complete.
 
-    def _arrival(self, ticket: Ticket) -> dict[str, torch.Tensor]:
-        """Wait for the spool file: the answer may be a moment ahead of it."""
-        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
-        while (tensors := self.spool.take(ticket)) is None:
-            if (error := self.spool.error()) is not None:
-                raise RuntimeError(f"the capture plugin failed:\n{error}")
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the server answered request {ticket.number} but captured nothing within "
-                    f"{ARRIVAL_TIMEOUT_S:.0f} s (spool: {self.spool.folder})"
+        Raises:
+            UserError: the configuration is not the store's, the budget does not fit, the servers
+                are not fit, or the disk is full.
+        """
+        folder = self.config.store_dir
+        whole = self._budget(self.todo, self.config.extract.tokens_per_s)
+        log.info("budget: %s", whole)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with exclusive(folder):
+            writer = StoreWriter(folder, self._manifest(), self.config.extract.shard_bytes)
+            rest = self.todo[writer.next_number :]
+            if not rest and writer.complete:
+                log.info("the store in %s is complete", folder)
+                return
+            if writer.next_number:
+                log.info(
+                    "resuming: %d of %d samples are committed", writer.next_number, len(self.todo)
                 )
-            time.sleep(0.002)
-        return tensors
+            self._require(rest, self.config.extract.tokens_per_s)
+            facts = self._fill(writer, rest) if rest else {}
+            writer.finish({"tokens": whole.work.num_tokens, "skipped": dict(self.skipped), **facts})
+            log.info("store %s: %s", folder, json.dumps(writer.manifest.facts))
 
-
-def extract(config: Config) -> Path:
-    """Run the stage; return the store's folder."""
-    target = Target.from_config(config.target)
-    aux_layers = target.aux_layers(config.target.aux_layers)
-    todo, skipped = samples_module.load(config, target)
-    codec = codecs.get(config.codec.name)
-    planned = budget.plan(
-        config.store_dir,
-        codec,
-        num_samples=len(todo),
-        num_tokens=sum(len(s.input_ids) for s in todo),
-        num_final=sum(sum(s.loss_mask[1:]) for s in todo),
-        num_aux=len(aux_layers),
-        hidden_size=target.hidden_size,
-    )
-    for line in planned.lines():
-        log.info("budget: %s", line)
-    manifest = Manifest(
-        kind=KIND,
-        match={
-            "target": target.identity(),
-            "aux_layers": aux_layers,
-            "final": "post-norm",
-            "codec": codec.name,
-            "shard_bytes": config.extract.shard_bytes,
-            "data": provenance.hash_json([[s.id, s.input_ids, s.loss_mask] for s in todo]),
-        },
-        config=config.resolved(),
-    )
-    writer = StoreWriter(config.store_dir, manifest, config.extract.shard_bytes)
-    first = writer.next_number
-    if first:
-        log.info("resuming: %d of %d samples are committed", first, len(todo))
-    if first == len(todo) and Manifest.load(config.store_dir, KIND).facts.get("complete"):
-        log.info("the store in %s is complete", config.store_dir)
-        return config.store_dir
-    budget.require_space(planned, config.store_dir, config.extract.max_bytes)
-    rejected: Counter[str] = Counter()
-    seconds = 0.0
-    if first < len(todo):
-        concurrency = _concurrency(config, target, len(aux_layers))
-        longest = max(len(s.input_ids) for s in todo)
-        with _extractor(config, target, aux_layers, longest) as extractor:
-            start = time.monotonic()
-            for number, result in _captures(extractor, todo, first, concurrency):
+    def _fill(self, writer: StoreWriter, rest: list[TokenSample]) -> dict[str, Any]:
+        """Capture the rest into the store; returns what to record about it."""
+        concurrency = concurrency_per_server(self.config, self.target, self.codec, self.aux_layers)
+        longest = max(len(sample.input_ids) for sample in rest)
+        with extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers:
+            start, tokens = time.monotonic(), 0
+            found = _captures(servers, rest, concurrency * len(servers.servers))
+            for done, (sample, result) in enumerate(found, start=1):
+                number = len(self.todo) - len(rest) + done - 1
+                tokens += len(sample.input_ids)
                 if isinstance(result, Rejection):
-                    rejected[result.reason] += 1
-                    _require_few(rejected, len(todo), config.extract.max_rejected)
+                    writer.reject(number, sample.id, result.reason)
+                    _require_few(writer.rejected, len(self.todo), self.config.extract.max_rejected)
                 else:
                     writer.append(number, result)
+                if done == PROBE_SAMPLES:
+                    self._require(rest[done:], tokens / (time.monotonic() - start))
             seconds = time.monotonic() - start
-    writer.finish(
-        {
-            "samples": writer.num_samples,
-            "tokens": planned.num_tokens,
-            "skipped": dict(skipped),
-            "rejected": len(todo) - writer.num_samples,
-            "reasons": dict(rejected),
+        return {
             "seconds": round(seconds, 2),
-            "tokens_per_s": round(
-                sum(len(s.input_ids) for s in todo[first:]) / max(seconds, 1e-9), 1
-            ),
+            "tokens_per_s": round(tokens / seconds, 1),
+            "servers": servers.servers,
         }
+
+    def _budget(self, samples: list[TokenSample], tokens_per_s: float | None) -> budget.Budget:
+        return budget.plan(
+            self.config.store_dir,
+            self.codec,
+            workload(samples),
+            num_aux=len(self.aux_layers),
+            hidden_size=self.target.hidden_size,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def _require(self, rest: list[TokenSample], tokens_per_s: float | None) -> None:
+        """Refuse to go on if what is left does not fit."""
+        left = self._budget(rest, tokens_per_s)
+        log.info("left: %s", left)
+        limits = self.config.extract
+        budget.require(
+            left, self.config.store_dir, max_bytes=limits.max_bytes, max_hours=limits.max_hours
+        )
+
+    def _manifest(self) -> Manifest:
+        return Manifest(
+            kind=KIND,
+            match={
+                "target": self.target.identity(),
+                "aux_layers": self.aux_layers,
+                "final": "post-norm",
+                "codec": self.codec.name,
+                "shard_bytes": self.config.extract.shard_bytes,
+                "data": samples_module.data_hash(self.todo),
+            },
+            config=self.config.resolved(),
+        )
+
+
+def workload(samples: list[TokenSample]) -> Workload:
+    """What capturing these samples amounts to."""
+    return Workload(
+        num_samples=len(samples),
+        num_tokens=sum(len(sample.input_ids) for sample in samples),
+        num_final=sum(sample.num_final for sample in samples),
     )
-    log.info("store %s: %s", config.store_dir, json.dumps(writer.manifest.facts))
-    return config.store_dir
 
 
 def _captures(
-    extractor: Extractor, todo: list[TokenSample], first: int, concurrency: int
-) -> Iterator[tuple[int, Sample | Rejection]]:
-    def work(number: int) -> tuple[int, Sample | Rejection]:
-        return number, extractor.capture(number, todo[number])
+    servers: Extractor, rest: list[TokenSample], concurrency: int
+) -> Iterator[tuple[TokenSample, Encoded | Rejection]]:
+    def work(number: int) -> tuple[TokenSample, Encoded | Rejection]:
+        result = servers.capture(number, rest[number])
+        if isinstance(result, Encoded):
+            _ = result.sha256  # worked out here, on many threads
+        return rest[number], result
 
     with console.progress("extract") as bar:
-        task = bar.add_task("", total=len(todo), completed=first, note="")
+        task = bar.add_task("", total=len(rest), note="")
         start, tokens = time.monotonic(), 0
-        for number, result in in_order(work, range(first, len(todo)), concurrency):
-            tokens += len(todo[number].input_ids)
+        for sample, result in in_order(work, range(len(rest)), concurrency):
+            tokens += len(sample.input_ids)
             bar.update(task, advance=1, note=f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
-            yield number, result
+            yield sample, result
 
 
-@contextmanager
-def _extractor(
-    config: Config, target: Target, aux_layers: list[int], longest: int
-) -> Iterator[Extractor]:
-    """Spool, capturing server and verifier of a run whose longest sample has `longest` tokens."""
-    if config.server.url and config.extract.spool is None:
-        raise UserError(
-            "server.url needs extract.spool: the folder that server was started with as "
-            f"{SPOOL_VARIABLE}"
-        )
-    folder = Path(config.extract.spool) if config.extract.spool else default_spool(config)
-    spool = Spool(folder) if config.server.url else Spool.create(folder)
-    try:
-        with get_server(
-            config.server,
-            target.folder,
-            config.run_dir / "logs" / "extract-server.log",
-            args={"disable_radix_cache": True, "disable_cuda_graph": True},
-            env={SPOOL_VARIABLE: str(folder), LAYERS_VARIABLE: json.dumps(aux_layers)},
-            plugins=["eagle3_capture"],
-        ) as server:
-            _require_capture(spool, aux_layers, {config.target.path, str(target.folder)})
-            _require_room(server.client, longest)
-            yield Extractor(server.client, spool, Verifier(target, len(aux_layers)))
-    finally:
-        if not config.server.url:
-            shutil.rmtree(folder)
-
-
-def _concurrency(config: Config, target: Target, num_aux: int) -> int:
-    """As configured, but no more than the spool has room for.
-
-    `in_order` lets twice as many captures be finished or under way as it runs at a time.
-    """
-    row_bytes = (num_aux + 1) * target.hidden_size * 4
-    room = config.extract.spool_bytes // (2 * row_bytes * config.data.max_length)
+def concurrency_per_server(
+    config: Config, target: Target, codec: Codec, aux_layers: list[int]
+) -> int:
+    """As configured, but no more than a spool has room for: a running capture may lie there."""
+    row_bytes = sum(codec.bytes_per_row(len(aux_layers), target.hidden_size)) + 4
+    room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
     if room < 1:
         raise UserError(
-            f"extract.spool_bytes={config.extract.spool_bytes} does not hold two samples of "
+            f"extract.spool_bytes={config.extract.spool_bytes} does not hold a sample of "
             f"data.max_length={config.data.max_length}"
         )
     return min(config.extract.concurrency, room)
 
 
-def _require_capture(spool: Spool, aux_layers: list[int], models: set[str]) -> None:
-    """Refuse a server whose plugin is missing, failed, or captures something else.
-
-    Args:
-        models: the names under which the server may know the target.
-    """
-    if (error := spool.error()) is not None:
-        raise UserError(f"the server's capture plugin refused to work:\n{error}")
-    found = spool.capture()
-    if found is None:
-        raise UserError(
-            "the server answers, but its capture plugin is not active. Is eagle3 installed in the "
-            f"server's environment, and {SPOOL_VARIABLE}={spool.folder} set?"
-        )
-    if found["aux_layers"] != aux_layers:
-        raise UserError(f"the server captures layers {found['aux_layers']}, not {aux_layers}")
-    if found["model_path"] not in models:
-        raise UserError(f"the server serves {found['model_path']}, not {sorted(models)}")
-
-
-def _require_room(client: Client, longest: int) -> None:
-    """Refuse a server that cannot take the longest sample, before anything is captured."""
-    limit = client.info().get("max_req_input_len")
-    if limit is not None and longest >= limit:
-        raise UserError(
-            f"the longest sample has {longest} tokens and the server takes {limit - 1}: raise "
-            "server.args.context_length (and max_total_tokens), or lower data.max_length"
-        )
-
-
-def default_spool(config: Config) -> Path:
-    """In shared memory, under a name that no other run has."""
-    key = provenance.hash_json(str(config.store_dir.resolve()))[:12]
-    return Path("/dev/shm") / f"eagle3-{key}"
-
-
-def _require_few(rejected: Counter[str], total: int, share: float) -> None:
-    if sum(rejected.values()) > share * total:
+def _require_few(rejected: list[dict[str, Any]], total: int, share: float) -> None:
+    if len(rejected) > share * total:
+        reasons = sorted({row["reason"] for row in rejected})
         raise RuntimeError(
-            f"too many captures rejected (extract.max_rejected={share}): {dict(rejected)}"
+            f"{len(rejected)} of {total} captures rejected, over extract.max_rejected={share}: "
+            f"{reasons}"
         )
 
 
 @command("extract")
 def main(config: Config) -> None:
-    extract(config)
+    Extraction(config).run()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.records import Record, read
 from eagle3.serving.client import Client, RequestRefused, in_order
-from eagle3.serving.from_config import get_server
+from eagle3.serving.from_config import get_servers
+from eagle3.serving.pool import Pool
 from eagle3.target import Target
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,10 @@ def respond(config: Config) -> Path:
     if done < len(work):
         encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
         log_file = config.run_dir / "logs" / "respond-server.log"
-        with get_server(config.server, target.folder, log_file) as server:
-            rows = _answers(server.client, encoder, work[done:], config)
+        envs = [{}] * config.server.replicas
+        with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
+            pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
+            rows = _answers(pool, encoder, work[done:], config)
             with output.open("a", encoding="utf-8") as file:
                 for row in rows:
                     finishes[row["finish"]] += 1
@@ -112,12 +115,12 @@ def respond(config: Config) -> Path:
 
 
 def _answers(
-    client: Client, encoder: ChatEncoder, records: list[Record], config: Config
+    pool: Pool[Client], encoder: ChatEncoder, records: list[Record], config: Config
 ) -> Iterator[dict[str, Any]]:
     sampling = sampling_params(config)
 
     def work(record: Record) -> dict[str, Any]:
-        return answer(client, encoder, record, sampling)
+        return pool.run(lambda client: answer(client, encoder, record, sampling))
 
     with console.progress("respond") as bar:
         task = bar.add_task("", total=len(records), note="")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from eagle3.chat import ChatEncoder
 from eagle3.config import Config
@@ -19,11 +23,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class TokenSample:
-    """One document to capture: token ids and loss mask."""
+    """One document to capture: token ids [T] int32 and loss mask [T] uint8."""
 
     id: str
-    input_ids: list[int]
-    loss_mask: list[int]
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    @classmethod
+    def of(cls, id: str, input_ids: Sequence[int], loss_mask: Sequence[int]) -> TokenSample:
+        """Of any sequences; kept in 5 bytes a token, since all samples of a run are in memory."""
+        return cls(
+            id=id,
+            input_ids=np.asarray(input_ids, dtype=np.int32),
+            loss_mask=np.asarray(loss_mask, dtype=np.uint8),
+        )
+
+    @property
+    def num_final(self) -> int:
+        """Rows whose final state is kept."""
+        return int(self.loss_mask[1:].sum())
+
+
+def data_hash(samples: Sequence[TokenSample]) -> str:
+    """Identity of the samples and their order."""
+    hasher = hashlib.sha256()
+    for sample in samples:
+        hasher.update(f"{sample.id}\0{len(sample.input_ids)}\0".encode())
+        hasher.update(sample.input_ids.tobytes())
+        hasher.update(sample.loss_mask.tobytes())
+    return hasher.hexdigest()
 
 
 def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str]]:
@@ -51,10 +79,10 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
                     skipped["fewer than two generated tokens"] += 1
                 else:
                     samples.append(
-                        TokenSample(
-                            id=record.id if len(encoded) == 1 else f"{record.id}#{turn}",
-                            input_ids=part.input_ids,
-                            loss_mask=part.loss_mask,
+                        TokenSample.of(
+                            record.id if len(encoded) == 1 else f"{record.id}#{turn}",
+                            part.input_ids,
+                            part.loss_mask,
                         )
                     )
     if not samples:

@@ -19,19 +19,17 @@ import inspect
 import json
 import logging
 import os
-import queue
-import threading
 import traceback
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle3.layers import to_sglang
-from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
+from eagle3.store import codecs
+from eagle3.store.codecs import Codec
+from extraction.assembler import Assembler
+from extraction.spool import CODEC_VARIABLE, LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
 
 log = logging.getLogger(__name__)
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -39,7 +37,6 @@ LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 LOGITS_PARAMETERS = [
     "self", "input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states",
 ]  # fmt: skip
-QUEUE_SIZE = 64
 
 
 def register() -> None:
@@ -50,7 +47,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     spool = Spool(Path(folder))
-    capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]))
+    codec = codecs.get(os.environ[CODEC_VARIABLE])
+    capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]), codec)
     _check_signatures()
     HookRegistry.register(LOAD_MODEL, capture.after_load, HookType.AFTER)
     HookRegistry.register(LOGITS, capture.around_logits, HookType.AROUND)
@@ -73,27 +71,15 @@ def _check_signatures() -> None:
         raise RuntimeError(f"ForwardBatch lacks {sorted(missing)}")
 
 
-@dataclass(slots=True)
-class Piece:
-    """Rows of one request from one forward: [n], [n, A * H], [n, H], on their way to the host."""
-
-    ticket: Ticket
-    prefix: int
-    input_ids: Tensor
-    aux: Tensor
-    final: Tensor
-    copied: Any  # torch.cuda.Event, or None on a CPU
-
-
 class Capture:
-    """Hooks of one process, and the thread that joins pieces and writes samples."""
+    """Hooks of one process."""
 
-    def __init__(self, spool: Spool, aux_layers: list[int]) -> None:
+    def __init__(self, spool: Spool, aux_layers: list[int], codec: Codec) -> None:
         self.spool = spool
         self.aux_layers = aux_layers
         self.secret = spool.secret
         self.writes = False
-        self._queue: queue.Queue[Piece] = queue.Queue(maxsize=QUEUE_SIZE)
+        self.assembler = Assembler(spool, codec)
 
     def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Set the target's layers once its weights are loaded."""
@@ -119,11 +105,12 @@ class Capture:
             )
         self.writes = _attention_tp_rank() == 0
         if self.writes:
-            threading.Thread(target=self._write_samples, daemon=True).start()
+            self.assembler.start()
             self.spool.publish_capture(
                 {
                     "pid": os.getpid(),
                     "aux_layers": self.aux_layers,
+                    "codec": self.assembler.codec.name,
                     "architecture": architecture,
                     "model_path": server_args.model_path,
                     "dtype": str(runner.dtype).removeprefix("torch."),
@@ -173,54 +160,8 @@ class Capture:
             start += rows
             if ticket is None:
                 continue
-            packed = aux[part] if isinstance(aux, Tensor) else torch.cat([a[part] for a in aux], -1)
-            tensors = [_to_host(t) for t in (input_ids[part], packed, final[part])]
-            copied = torch.cuda.Event() if packed.is_cuda else None
-            if copied is not None:
-                copied.record()
-            self._queue.put(Piece(ticket, int(prefix), *tensors, copied))
-
-    def _write_samples(self) -> None:
-        """Join the pieces of each request by prefix; write it once all its rows are there."""
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        while True:
-            piece = self._queue.get()
-            try:
-                if piece.copied is not None:
-                    piece.copied.synchronize()
-                ticket = piece.ticket
-                known = pieces[ticket.number]
-                if known and known[0].ticket != ticket:  # a retry took over: forget the old attempt
-                    known.clear()
-                if piece.prefix == 0:  # a retracted request starts over
-                    known.clear()
-                known.append(piece)
-                if piece.prefix + len(piece.input_ids) == ticket.num_tokens:
-                    self.spool.write(ticket, _join(pieces.pop(ticket.number)))
-            except Exception:
-                self.spool.publish_error(traceback.format_exc())
-                raise
-
-
-def _join(pieces: list[Piece]) -> dict[str, Tensor]:
-    expected = 0
-    for piece in pieces:
-        if piece.prefix != expected:
-            raise RuntimeError(f"rows {expected}..{piece.prefix} of {piece.ticket} were not seen")
-        expected += len(piece.input_ids)
-    return {
-        "input_ids": torch.cat([p.input_ids for p in pieces]).to(torch.int32),
-        "aux": torch.cat([p.aux for p in pieces]),
-        "final": torch.cat([p.final for p in pieces]),
-    }
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory: pinned and asynchronous from a GPU, plain otherwise."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+            states = [aux[part]] if isinstance(aux, Tensor) else [a[part] for a in aux]
+            self.assembler.add(ticket, int(prefix), input_ids[part], states, final[part])
 
 
 def _attention_tp_rank() -> int:

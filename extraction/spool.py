@@ -1,17 +1,20 @@
 """The spool: a private folder through which a capturing server hands samples to the extract
 process.
 
-    secret                       token that a request's rid must carry to be captured
-    capture.json                 what the server's plugin is set up to capture; written once it is
-    error.json                   the plugin's first failure, if any
-    <number>.<attempt>.safetensors   one captured sample: input_ids [T], aux [T, A * H], final [T,
-    H]
+    secret           token that a request's rid must carry to be captured
+    session          the client at work, if any; the server drops what others asked for
+    capture.json     what the server's plugin is set up to capture; written once it is
+    error.json       why the plugin refused to work
+    <session>-<number>.<attempt>.safetensors   one captured sample
+    <session>-<number>.<attempt>.json          or why there is none
 
-Files appear under their name only when whole. Nothing is pickled; names come from integers only.
+A sample's tensors: input_ids [T]; the codec's aux.* and final.*, T rows each; last [H], the last
+row's final state as it was. Files appear under their name only when whole. Nothing is pickled;
+names come from integers only.
 
-`extract` makes the spool of a server it starts. For a server of your own:
+`extract` makes the spools of the servers it starts. For a server of your own:
 
-    python -m extraction.spool /dev/shm/eagle3 2,16,29
+    python -m extraction.spool /dev/shm/eagle3 2,16,29 fp8
 
 makes one and prints the environment and flags to start that server with.
 """
@@ -22,6 +25,8 @@ import json
 import re
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,24 +34,38 @@ from typing import Any
 from torch import Tensor
 
 from eagle3.errors import UserError
+from eagle3.lock import exclusive
 from eagle3.manifest import write_json
+from eagle3.store import codecs
 
 SPOOL_VARIABLE = "EAGLE3_CAPTURE_SPOOL"
 LAYERS_VARIABLE = "EAGLE3_CAPTURE_LAYERS"
-_RID = re.compile(r"e3-([0-9a-f]{32})-(\d{1,12})-(\d{1,6})-(\d{1,9})")
+CODEC_VARIABLE = "EAGLE3_CAPTURE_CODEC"
+_RID = re.compile(r"e3-([0-9a-f]{32})-([0-9a-f]{8})-(\d{1,12})-(\d{1,6})-(\d{1,9})")
+KEPT = {"secret", "capture.json", "error.json"}
+"""Files of the server, which no client removes."""
+
+
+class CaptureFailed(RuntimeError):
+    """The server could not capture one sample; another attempt may do better."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
     """Identity of one capture; a retry is another attempt."""
 
+    session: str
     number: int
     attempt: int
     num_tokens: int
 
     def rid(self, secret: str) -> str:
         """The request id that asks a server to capture."""
-        return f"e3-{secret}-{self.number}-{self.attempt}-{self.num_tokens}"
+        return f"e3-{secret}-{self.session}-{self.number}-{self.attempt}-{self.num_tokens}"
+
+    @property
+    def stem(self) -> str:
+        return f"{self.session}-{self.number}.{self.attempt}"
 
     @classmethod
     def parse(cls, rid: str, secret: str) -> Ticket | None:
@@ -54,7 +73,12 @@ class Ticket:
         match = _RID.fullmatch(rid)
         if match is None or not secrets.compare_digest(match[1], secret):
             return None
-        return cls(number=int(match[2]), attempt=int(match[3]), num_tokens=int(match[4]))
+        return cls(
+            session=match[2],
+            number=int(match[3]),
+            attempt=int(match[4]),
+            num_tokens=int(match[5]),
+        )
 
 
 class Spool:
@@ -68,12 +92,17 @@ class Spool:
         """Make the folder, private to the user, with a fresh secret; an old spool's files go.
 
         Raises:
-            UserError: the folder holds something that is not a spool.
+            UserError: the folder holds something that is not a spool, or cannot be made.
         """
         if folder.exists() and any(folder.iterdir()) and not (folder / "secret").exists():
-            raise UserError(f"{folder} is not empty and no spool: choose another extract.spool")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
+            raise UserError(f"{folder} is not empty and no spool: choose another extract.spools")
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the spool: {error}; choose another extract.spools"
+            ) from None
         spool = cls(folder)
         for old in folder.iterdir():
             old.unlink()
@@ -82,31 +111,70 @@ class Spool:
         secret.write_text(secrets.token_hex(16))
         return spool
 
+    @contextmanager
+    def session(self) -> Iterator[str]:
+        """Be the one client of this spool; leftovers of earlier ones go, and ours at the end.
+
+        Raises:
+            UserError: another process is the client.
+        """
+        with exclusive(self.folder):
+            name = secrets.token_hex(4)
+            write_json(self.folder / "session", name)
+            self._sweep({*KEPT, "session"})
+            try:
+                yield name
+            finally:
+                (self.folder / "session").unlink(missing_ok=True)
+                self._sweep(KEPT)
+
+    def current_session(self) -> str | None:
+        """Server side: whose requests to serve."""
+        return self._read("session")
+
+    def _sweep(self, kept: set[str]) -> None:
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
     @property
     def secret(self) -> str:
         return (self.folder / "secret").read_text().strip()
 
     def path(self, ticket: Ticket) -> Path:
-        return self.folder / f"{ticket.number}.{ticket.attempt}.safetensors"
+        return self.folder / f"{ticket.stem}.safetensors"
 
     def write(self, ticket: Ticket, tensors: dict[str, Tensor]) -> None:
         """Server side: publish a whole sample."""
         from safetensors.torch import save_file
 
         temporary = self.path(ticket).with_suffix(".tmp")
-        save_file(tensors, temporary)
-        temporary.rename(self.path(ticket))
+        try:
+            save_file(tensors, temporary)
+            temporary.rename(self.path(ticket))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def fail(self, ticket: Ticket, reason: str) -> None:
+        """Server side: say that a sample will not come."""
+        write_json(self.folder / f"{ticket.stem}.json", reason)
 
     def take(self, ticket: Ticket) -> dict[str, Tensor] | None:
-        """Client side: read a sample and remove it; None if it is not there."""
+        """Client side: read a sample and remove it; None if it is not there (yet).
+
+        Raises:
+            CaptureFailed: it will not come.
+        """
         from safetensors.torch import load_file
 
         path = self.path(ticket)
-        if not path.exists():
-            return None
-        tensors = load_file(path)
-        path.unlink()
-        return tensors
+        if path.exists():
+            tensors = load_file(path)
+            path.unlink()
+            return tensors
+        if (reason := self._read(f"{ticket.stem}.json")) is not None:
+            raise CaptureFailed(reason)
+        return None
 
     def publish_capture(self, facts: dict[str, Any]) -> None:
         """Server side: say that capturing is set up, and how."""
@@ -117,32 +185,50 @@ class Spool:
         return self._read("capture.json")
 
     def publish_error(self, message: str) -> None:
-        """Server side: report a failure; the first one stays."""
+        """Server side: report why nothing can be captured; the first reason stays."""
         if not (self.folder / "error.json").exists():
-            write_json(self.folder / "error.json", {"error": message})
+            write_json(self.folder / "error.json", message)
 
     def error(self) -> str | None:
-        """Client side: the server's first failure."""
-        data = self._read("error.json")
-        return data["error"] if data else None
+        """Client side: why the server captures nothing, if its plugin said so."""
+        return self._read("error.json")
 
-    def _read(self, name: str) -> dict[str, Any] | None:
-        path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else None
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / name).read_text())
+        except FileNotFoundError:
+            return None
+
+
+def environment(folder: Path, aux_layers: list[int], codec: str) -> dict[str, str]:
+    """Variables that make a server capture into a spool."""
+    return {
+        SPOOL_VARIABLE: str(folder),
+        LAYERS_VARIABLE: json.dumps(aux_layers, separators=(",", ":")),
+        CODEC_VARIABLE: codec,
+    }
 
 
 def main() -> None:
     """Make a spool for a server that somebody else starts, on this host."""
-    if len(sys.argv) != 3 or not re.fullmatch(r"\d+(,\d+)*", sys.argv[2]):
-        sys.stderr.write("usage: python -m extraction.spool FOLDER LAYER,LAYER,...\n")
+    usage = "usage: python -m extraction.spool FOLDER LAYER,LAYER,... [CODEC]"
+    if len(sys.argv) not in (3, 4) or not re.fullmatch(r"\d+(,\d+)*", sys.argv[2]):
+        sys.stderr.write(usage + "\n")
         raise SystemExit(2)
     folder = Path(sys.argv[1]).resolve()
-    Spool.create(folder)
+    try:
+        codec = codecs.get(sys.argv[3] if len(sys.argv) == 4 else "bf16").name
+        Spool.create(folder)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from None
+    layers = [int(part) for part in sys.argv[2].split(",")]
+    variables = [f"{k}={v}" for k, v in environment(folder, layers, codec).items()]
     sys.stdout.write(
-        f"export SGLANG_PLUGINS=eagle3_capture {SPOOL_VARIABLE}={folder} "
-        f"{LAYERS_VARIABLE}=[{sys.argv[2]}]\n"
+        f"export SGLANG_PLUGINS=eagle3_capture {' '.join(variables)}\n"
         "# python -m sglang.launch_server ... --disable-radix-cache --disable-cuda-graph\n"
-        f"# python -m extraction.extract ... server.url=http://HOST:PORT extract.spool={folder}\n"
+        "# python -m extraction.extract ... "
+        f"'server.urls=[http://HOST:PORT]' 'extract.spools=[{folder}]' codec={codec}\n"
     )
 
 

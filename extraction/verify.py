@@ -1,35 +1,44 @@
 """Check a run's store thoroughly: `python -m extraction.verify experiment=<name>`.
 
 Checksums, index, sizes and values; then every final state is multiplied by the target's lm_head and
-asked for the next token of the text. Exit status 1 if anything is wrong.
+asked for the next token of the text. With `verify.recapture=N`, N random samples are captured again
+through a server and compared. Exit status 1 if anything is wrong.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from eagle3.config import Config, command
+from eagle3.store.reader import StoreReader
 from eagle3.store.verify import Findings, verify
 from eagle3.target import Target
+from extraction.recapture import recapture
 
-log = logging.getLogger(__name__)
 SHOWN = 20
 
 
 def run(config: Config) -> Findings:
     """Verify and print."""
     target = Target.from_config(config.target)
-    findings = verify(config.store_dir, target.lm_head())
+    findings = verify(config.store_dir, target.lm_head(), config.verify.min_agreement)
+    notes = []
+    if findings.agreement is not None:
+        notes.append(f"argmax agreement {findings.agreement:.2%}")
+    if config.verify.recapture and not findings.problems:
+        found = recapture(config, target, StoreReader(config.store_dir))
+        findings.problems += found.problems
+        notes.append(
+            f"captured {found.samples} again: {found.identical} identical, largest difference "
+            f"{found.largest:.1e}"
+        )
     for problem in findings.problems[:SHOWN]:
         sys.stdout.write(f"{problem.where}: {problem.what}\n")
     if len(findings.problems) > SHOWN:
         sys.stdout.write(f"... and {len(findings.problems) - SHOWN} more\n")
-    agreement = "" if findings.agreement is None else f", argmax agreement {findings.agreement:.2%}"
-    sys.stdout.write(
-        f"{config.store_dir}: {findings.samples} samples, {findings.rows} rows, "
-        f"{len(findings.problems)} problems{agreement}\n"
-    )
+    counts = [f"{findings.samples} samples", f"{findings.rows} rows"]
+    counts += [f"{len(findings.problems)} problems", *notes]
+    sys.stdout.write(f"{config.store_dir}: {', '.join(counts)}\n")
     return findings
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,11 +111,16 @@ def prefetch(
     dtype: torch.dtype,
     depth: int = 2,
 ) -> Iterator[Batch]:
-    """Read batches ahead on a thread, in order; an error there is raised here."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
+    """Read batches ahead on a thread, in order; an error there is raised here.
 
-    def put(item: Batch | BaseException | None) -> None:
+    On a GPU they are copied and decoded on a stream of their own, beside the training step.
+    """
+    Item = tuple[Batch, Any] | BaseException | None
+    ready: queue.Queue[Item] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def put(item: Item) -> None:
         while not stopped.is_set():
             try:
                 return ready.put(item, timeout=0.2)
@@ -122,10 +129,12 @@ def prefetch(
 
     def work() -> None:
         try:
-            for numbers in batches:
-                if stopped.is_set():
-                    return
-                put(reader.batch(numbers).to(device, dtype))
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                for numbers in batches:
+                    if stopped.is_set():
+                        return
+                    batch = reader.batch(numbers, device, dtype)
+                    put((batch, None if stream is None else stream.record_event()))
             put(None)
         except BaseException as error:
             put(error)
@@ -136,7 +145,11 @@ def prefetch(
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            batch, event = item
+            if event is not None:
+                torch.cuda.current_stream(device).wait_event(event)
+                batch.record_stream(torch.cuda.current_stream(device))
+            yield batch
     finally:
         stopped.set()
         thread.join()

@@ -48,6 +48,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self.retry_waits_s: tuple[float, ...] = RETRY_WAITS_S
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy has no business between us and the server
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=256)
@@ -96,7 +97,7 @@ class Client:
         )
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        for attempt, pause in enumerate((*RETRY_WAITS_S, None)):
+        for attempt, pause in enumerate((*self.retry_waits_s, None)):
             try:
                 reply = self._session.post(self.url + path, json=body, timeout=self.timeout_s)
                 if reply.ok:

@@ -1,9 +1,9 @@
-"""A server as a run's configuration describes it."""
+"""Servers as a run's configuration describes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +12,51 @@ from eagle3.serving.server import Launch, Server, connect, launch
 from eagle3.serving.watch import Limits
 
 
-def get_server(
+@contextmanager
+def get_servers(
     config: ServerConfig,
     model: Path,
     log: Path,
     *,
     args: dict[str, Any] | None = None,
-    env: dict[str, str] | None = None,
+    envs: Sequence[dict[str, str]] = ({},),
     plugins: Sequence[str] = (),
-) -> AbstractContextManager[Server]:
-    """Connect to `server.url`, or start a server with the stage's own args, env and plugins."""
-    if config.url:
-        return connect(config.url, config.api_key, config.timeout_s)
-    return launch(
+) -> Iterator[list[Server]]:
+    """Connect to `server.urls`, or start a server for each of the `envs` with the stage's own args
+    and plugins. Logs of several servers are numbered."""
+    if config.urls:
+        yield [connect(url, config.api_key, config.timeout_s) for url in config.urls]
+        return
+    limits = Limits(
+        deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
+    )
+    gpus = int(config.args.get("tp_size") or config.args.get("tp") or 1)
+    whats = [
         Launch(
             model=model,
-            log=log,
-            args={**config.args, **(args or {})},
+            log=log if len(envs) == 1 else log.with_stem(f"{log.stem}-{number}"),
+            args={
+                **({"base_gpu_id": number * gpus} if number else {}),
+                **config.args,
+                **(args or {}),
+            },
             plugins=plugins,
             backends=config.backends,
-            env={**config.env, **(env or {})},
+            env={**config.env, **env},
             host=config.host,
-            port=config.port,
-            limits=Limits(
-                deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
-            ),
-        ),
-        config.timeout_s,
-    )
+            port=None if config.port is None else config.port + number,
+            limits=limits,
+        )
+        for number, env in enumerate(envs)
+    ]
+    with launch(*whats, timeout_s=config.timeout_s) as servers:
+        yield servers
+
+
+@contextmanager
+def get_server(
+    config: ServerConfig, model: Path, log: Path, args: dict[str, Any] | None = None
+) -> Iterator[Server]:
+    """The one server of a stage that measures; see `get_servers`."""
+    with get_servers(config, model, log, args=args) as (server,):
+        yield server

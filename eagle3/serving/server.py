@@ -47,13 +47,24 @@ class Launch:
 
 @dataclass(kw_only=True, slots=True)
 class Server:
-    """A server that has answered a request. `pid` is None for one we did not start."""
+    """A server that has answered a request. `process` is None for one we did not start."""
 
     url: str
     client: Client
-    pid: int | None = None
+    process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
     backend: str | None = None
+
+    def ended(self) -> bool:
+        """Whether it is a server of ours that is no more."""
+        return self.process is not None and self.process.poll() is not None
+
+    def last_words(self) -> str:
+        """State and end of the log, for an error message."""
+        if self.process is None or self.log is None:
+            return f"{self.url} does not answer"
+        state = f"ended with status {self.process.poll()}" if self.ended() else "does not answer"
+        return f"{self.url} {state}. End of {self.log}:\n{watch.tail(self.log)}"
 
 
 def check_version() -> str:
@@ -75,8 +86,7 @@ def check_version() -> str:
     return found
 
 
-@contextmanager
-def connect(url: str, api_key: str | None = None, timeout_s: float = 600.0) -> Iterator[Server]:
+def connect(url: str, api_key: str | None = None, timeout_s: float = 600.0) -> Server:
     """Use a running server.
 
     Raises:
@@ -84,43 +94,55 @@ def connect(url: str, api_key: str | None = None, timeout_s: float = 600.0) -> I
     """
     client = Client(url, api_key=api_key, timeout_s=timeout_s)
     if not client.answers():
-        raise UserError(f"no SGLang server answers at server.url={url}")
-    yield Server(url=url, client=client)
+        raise UserError(f"no SGLang server answers at {url}")
+    return Server(url=url, client=client)
 
 
 @contextmanager
-def launch(what: Launch, timeout_s: float = 600.0) -> Iterator[Server]:
-    """Start a server, wait until it generates a token, and end it with its children afterwards.
+def launch(*whats: Launch, timeout_s: float = 600.0) -> Iterator[list[Server]]:
+    """Start servers side by side, wait until each generates a token, and end them afterwards.
+
+    All run with the same attention backend: the first of the first one's list with which all come
+    up.
 
     Raises:
-        ServerFailed: no backend of the list came up; says why, with the log's tail.
+        ServerFailed: there is none; says why, with the log's tail.
     """
     check_version()
     failures = []
-    for backend in what.backends or (None,):
-        process = _spawn(what, port := what.port or _free_port(), backend)
-        client = Client(f"http://{what.host}:{port}", timeout_s=timeout_s)
+    for backend in whats[0].backends or (None,):
+        servers: list[Server] = []
         try:
-            seconds = watch.wait_until(client.answers, process.pid, what.log, what.limits)
+            servers += [_spawn(what, backend, timeout_s) for what in whats]
+            for server, what in zip(servers, whats, strict=True):
+                _wait(server, what)
         except watch.ServerFailed as failure:
-            watch.end(process.pid)
-            process.wait()
+            _end(servers)
             failures.append(f"attention backend {backend or 'default'}: {failure}")
             log.warning("%s", failures[-1])
             continue
         except BaseException:
-            watch.end(process.pid)
+            _end(servers)
             raise
-        log.info("server ready at %s after %.0f s (log: %s)", client.url, seconds, what.log)
         try:
-            yield Server(
-                url=client.url, client=client, pid=process.pid, log=what.log, backend=backend,
-            )  # fmt: skip
+            yield servers
         finally:
-            watch.end(process.pid)
-            process.wait()
+            _end(servers)
         return
     raise watch.ServerFailed("\n\n".join(failures))
+
+
+def _wait(server: Server, what: Launch) -> None:
+    assert server.process is not None
+    seconds = watch.wait_until(server.client.answers, server.process.pid, what.log, what.limits)
+    log.info("server ready at %s after %.0f s (log: %s)", server.url, seconds, what.log)
+
+
+def _end(servers: Sequence[Server]) -> None:
+    for server in servers:
+        if server.process is not None:
+            watch.end(server.process.pid)
+            server.process.wait()
 
 
 def command(what: Launch, port: int, backend: str | None) -> list[str]:
@@ -145,7 +167,8 @@ def command(what: Launch, port: int, backend: str | None) -> list[str]:
     return line
 
 
-def _spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen[bytes]:
+def _spawn(what: Launch, backend: str | None, timeout_s: float) -> Server:
+    port = what.port or _free_port()
     env = dict(os.environ)
     plugins = list(what.plugins)
     if cpu.needed():
@@ -158,7 +181,7 @@ def _spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen[byt
     line = command(what, port, backend)
     log.info("starting %s", " ".join(line))
     with what.log.open("wb") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             line,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -166,6 +189,9 @@ def _spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen[byt
             start_new_session=True,
             preexec_fn=watch.die_with_parent,
         )
+    url = f"http://{what.host}:{port}"
+    client = Client(url, timeout_s=timeout_s)
+    return Server(url=url, client=client, process=process, log=what.log, backend=backend)
 
 
 def _free_port() -> int:

@@ -1,12 +1,14 @@
 """How hidden states are kept on disk: one tensor in, a few named tensors out, and back.
 
-Every codec works row by row, so that any row range can be decoded on its own, and on any device.
-Shapes: R rows of W values.
+A codec is a row format for the aux states and one for the final states: the drafter's input bears
+more noise than the teacher's. Every format works row by row, so that any row range can be decoded
+on its own, and on any device. Shapes: R rows of W values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,13 +17,10 @@ from torch import Tensor
 from eagle3.errors import UserError
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-INT4_MAX = 7
 
 
-class Codec(Protocol):
+class Format(Protocol):
     """Encodes rows [R, W] into named tensors of R rows each."""
-
-    name: str
 
     def encode(self, states: Tensor) -> dict[str, Tensor]:
         """Rows [R, W] in any float type -> named tensors."""
@@ -36,8 +35,7 @@ class Codec(Protocol):
 class Cast:
     """Keeps the values in one float type: exact when the target runs in that type."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def encode(self, states: Tensor) -> dict[str, Tensor]:
@@ -57,8 +55,7 @@ class BlockFp8:
     of a value, whatever the row's outliers in other blocks.
     """
 
-    def __init__(self, name: str, block: int) -> None:
-        self.name = name
+    def __init__(self, block: int) -> None:
         self.block = block
 
     def encode(self, states: Tensor) -> dict[str, Tensor]:
@@ -76,39 +73,60 @@ class BlockFp8:
         return width + 2 * -(-width // self.block)
 
 
-class RotatedInt4:
-    """4-bit integers after a Hadamard rotation, with one bf16 scale for each block of a row.
+class RotatedInt:
+    """4-, 6- or 8-bit integers after a Hadamard rotation, a bf16 scale for each block of a row.
 
     Hidden states have a few channels far larger than the rest, which would leave the others no
     levels. The rotation spreads every channel over its block; it is orthogonal, so decoding rotates
     back and the error stays spread out. Needs a width that is a multiple of the block.
     """
 
-    def __init__(self, name: str, block: int) -> None:
+    def __init__(self, bits: int, block: int) -> None:
         assert block & (block - 1) == 0, "Hadamard matrices here have a power of two"
-        self.name = name
+        self.bits = bits
         self.block = block
+        self.largest = 2 ** (bits - 1) - 1
 
     def encode(self, states: Tensor) -> dict[str, Tensor]:
         if states.shape[1] % self.block:
             raise UserError(
-                f"codec.name={self.name} needs a hidden size that is a multiple of {self.block}; "
-                f"{states.shape[1]} values a row are not"
+                f"a {self.bits}-bit codec needs a hidden size that is a multiple of {self.block}; "
+                f"{states.shape[1]} values a row are not: take codec=fp8"
             )
         rotated = _blocks(states, self.block) @ hadamard(self.block, states.device)
-        scales = _scales(rotated, INT4_MAX)
-        levels = (rotated / scales.float()).round().clamp(-INT4_MAX, INT4_MAX)
-        nibbles = (levels + 8).to(torch.uint8).flatten(1)
-        return {"values": nibbles[:, ::2] | nibbles[:, 1::2] << 4, "scales": scales.squeeze(-1)}
+        scales = _scales(rotated, self.largest)
+        levels = (rotated / scales.float()).round().clamp(-self.largest, self.largest)
+        levels = (levels + self.largest + 1).to(torch.uint8).flatten(1)
+        return {"values": _pack(levels, self.bits), "scales": scales.squeeze(-1)}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        packed = parts["values"]
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        blocks = _blocks(nibbles.float() - 8, self.block) * parts["scales"].float()[..., None]
-        return (blocks @ hadamard(self.block, packed.device)).flatten(1).bfloat16()
+        levels = _unpack(parts["values"], self.bits).float() - (self.largest + 1)
+        blocks = _blocks(levels, self.block) * parts["scales"].float()[..., None]
+        return (blocks @ hadamard(self.block, levels.device)).flatten(1).bfloat16()
 
     def bytes_per_row(self, width: int) -> int:
-        return width // 2 + 2 * (width // self.block)
+        return width * self.bits // 8 + 2 * (width // self.block)
+
+
+def _pack(levels: Tensor, bits: int) -> Tensor:
+    """Bytes of `bits` significant bits [R, W] -> [R, W * bits / 8], lowest bits first."""
+    if bits == 8:
+        return levels
+    if bits == 4:
+        return levels[:, ::2] | levels[:, 1::2] << 4
+    a, b, c, d = levels.unflatten(1, (-1, 4)).unbind(-1)
+    return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], dim=-1).flatten(1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of `_pack`."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    x, y, z = packed.unflatten(1, (-1, 3)).unbind(-1)
+    levels = [x & 63, (x >> 6 | y << 2) & 63, (y >> 4 | z << 4) & 63, z >> 2]
+    return torch.stack(levels, dim=-1).flatten(1)
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
@@ -135,13 +153,46 @@ def _scales(blocks: Tensor, largest: float) -> Tensor:
     return torch.where(scales.float() < exact, scales * (1 + 2**-7), scales)
 
 
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The formats of a store's two kinds of states."""
+
+    name: str
+    aux: Format
+    final: Format
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        return {"aux": self.aux, "final": self.final}
+
+    def encode(self, **states: Tensor) -> dict[str, Tensor]:
+        """States by kind (aux [R, A * H], final [M, H]) -> tensors `<kind>.<part>`."""
+        return {
+            f"{kind}.{part}": tensor.contiguous()
+            for kind, rows in states.items()
+            for part, tensor in self.formats[kind].encode(rows).items()
+        }
+
+    def decode(self, kind: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """The states of one kind out of encoded tensors; others are ignored."""
+        prefix = f"{kind}."
+        mine = {k.removeprefix(prefix): v for k, v in parts.items() if k.startswith(prefix)}
+        return self.formats[kind].decode(mine)
+
+    def bytes_per_row(self, num_aux: int, hidden_size: int) -> tuple[int, int]:
+        """Bytes of a row's aux states, and of its final state where that is kept."""
+        return self.aux.bytes_per_row(num_aux * hidden_size), self.final.bytes_per_row(hidden_size)
+
+
+_bf16, _fp32, _fp8 = Cast(torch.bfloat16), Cast(torch.float32), BlockFp8(block=128)
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        Cast("bf16", torch.bfloat16),
-        Cast("fp32", torch.float32),
-        BlockFp8("fp8", block=128),
-        RotatedInt4("int4", block=64),
+        Codec("bf16", _bf16, _bf16),
+        Codec("fp32", _fp32, _fp32),
+        Codec("fp8", _fp8, _fp8),
+        Codec("int6", RotatedInt(6, block=32), RotatedInt(8, block=64)),
+        Codec("int4", RotatedInt(4, block=32), RotatedInt(6, block=32)),
     )
 }
 

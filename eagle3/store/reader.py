@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from eagle3.batch import Batch, needed_final
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.store.codecs import get
-from eagle3.store.writer import KIND, digest, index_files, shard_paths
+from eagle3.store.sample import digest
+from eagle3.store.writer import KIND, index_files, shard_paths
 
 
 class StoreReader:
@@ -59,36 +61,55 @@ class StoreReader:
         ids = file.get_slice("input_ids")[rows].long()
         return ids, file.get_slice("loss_mask")[rows].bool()
 
+    def encoded(self, number: int) -> dict[str, Tensor]:
+        """All tensors of one sample as they lie in the shard."""
+        file, rows = self._file(number), self._rows(number)
+        start, count = int(self._final_start[number]), int(self._final_rows[number])
+        final = slice(start, start + count)
+        return {
+            key: file.get_slice(key)[final if key.startswith("final.") else rows]
+            for key in file.keys()  # noqa: SIM118
+        }
+
     def states(self, number: int) -> tuple[Tensor, Tensor]:
         """Aux [T, A * H] and final states [M, H] of one sample, decoded."""
-        start, count = int(self._final_start[number]), int(self._final_rows[number])
-        aux = self._decode(number, "aux", self._rows(number))
-        return aux, self._decode(number, "final", slice(start, start + count))
+        encoded = self.encoded(number)
+        return self.codec.decode("aux", encoded), self.codec.decode("final", encoded)
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        """Pack whole samples into one batch."""
-        columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
-        taken = 0
+    def batch(
+        self,
+        numbers: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> Batch:
+        """Pack whole samples into one batch on a device, the states in `dtype` (None: the codec's).
+
+        The states travel encoded and are decoded there: fewer bytes to move, and a GPU is faster at
+        it.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        indexes: list[Tensor] = []
+        lengths, taken = [0], 0
         for number in numbers:
-            input_ids, loss_mask = self.tokens(number)
-            aux, final = self.states(number)
-            needed = needed_final(loss_mask)
-            index = torch.where(needed, needed.cumsum(0) - 1 + taken, -1)
-            taken += final.shape[0]
-            for column, part in zip(
-                columns, (input_ids, loss_mask, aux, final, index), strict=True
-            ):
-                column.append(part)
-        ids, masks, auxs, finals, indexes = columns
-        lengths = torch.tensor([0, *(len(i) for i in ids)])
-        return Batch(
-            input_ids=torch.cat(ids),
-            loss_mask=torch.cat(masks),
-            doc_starts=lengths.cumsum(0),
-            aux=torch.cat(auxs),
-            final=torch.cat(finals),
+            encoded = self.encoded(number)
+            for key, tensor in encoded.items():
+                parts.setdefault(key, []).append(tensor)
+            needed = needed_final(encoded["loss_mask"])
+            indexes.append(torch.where(needed, needed.cumsum(0) - 1 + taken, -1))
+            lengths.append(len(needed))
+            taken += int(self._final_rows[number])
+        joined = {key: torch.cat(tensors) for key, tensors in parts.items()}
+        tokens = Batch(
+            input_ids=joined.pop("input_ids").long(),
+            loss_mask=joined.pop("loss_mask").bool(),
+            doc_starts=torch.tensor(lengths).cumsum(0),
+            aux=torch.empty(0),
+            final=torch.empty(0),
             final_index=torch.cat(indexes),
-        )
+        ).to(device)
+        states = {key: _to(tensor, device) for key, tensor in joined.items()}
+        aux, final = (self.codec.decode(kind, states) for kind in ("aux", "final"))
+        return replace(tokens, aux=aux.to(dtype or aux.dtype), final=final.to(dtype or final.dtype))
 
     def label_counts(self, numbers: Sequence[int]) -> Tensor:
         """How often each target id is a supervised label in these samples [vocab_size]."""
@@ -100,28 +121,11 @@ class StoreReader:
 
     def damaged(self, number: int) -> bool:
         """Whether a sample's bytes differ from the checksum in the index."""
-        rows = self._rows(number)
-        start, count = int(self._final_start[number]), int(self._final_rows[number])
-        file = self._file(number)
-        found = {
-            key: file.get_slice(key)[slice(start, start + count) if key[:6] == "final." else rows]
-            for key in file.keys()  # noqa: SIM118
-        }
-        return digest(found) != self.index[int(number)]["sha256"]
+        return digest(self.encoded(number)) != self.index[int(number)]["sha256"]
 
     def _rows(self, number: int) -> slice:
         start = int(self._start[number])
         return slice(start, start + int(self.lengths[number]))
-
-    def _decode(self, number: int, name: str, rows: slice) -> Tensor:
-        file = self._file(number)
-        prefix = name + "."
-        parts = {
-            key.removeprefix(prefix): file.get_slice(key)[rows]
-            for key in file.keys()  # noqa: SIM118
-            if key.startswith(prefix)
-        }
-        return self.codec.decode(parts)
 
     def _file(self, number: int) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -134,6 +138,13 @@ class StoreReader:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} is missing or damaged: {error}") from error
         return self._open[shard]
+
+
+def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy to a device without waiting for it."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _index(dataset: Any, path: Path) -> Any:

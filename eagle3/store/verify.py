@@ -19,6 +19,8 @@ from eagle3.manifest import Manifest
 from eagle3.store.reader import StoreReader
 from eagle3.store.writer import KIND, index_files, shard_paths
 
+FEW_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -42,12 +44,13 @@ class Findings:
     agreement: float | None
 
 
-def verify(folder: Path, lm_head: Tensor | None = None) -> Findings:
+def verify(folder: Path, lm_head: Tensor | None = None, min_agreement: float = 0.0) -> Findings:
     """Check a store from the folder down to every value.
 
     Args:
         lm_head: the target's [vocab_size, H]; with it, every sample's final states are asked for
             the next token.
+        min_agreement: least share of right answers of a sample of FEW_ROWS rows or more.
     """
     try:
         if problems := list(_changed_indexes(folder)):  # nothing in them can be believed
@@ -63,9 +66,12 @@ def verify(folder: Path, lm_head: Tensor | None = None) -> Findings:
     for number in range(len(reader)):
         where = f"sample {number} ({reader.ids[number]})"
         problems += [Problem(where, what) for what in _sample_problems(reader, number)]
-        if lm_head is not None and not problems:
+        if lm_head is not None and (not problems or problems[-1].where != where):
             hits, total = _agreement(reader, number, lm_head)
             agreed, asked = agreed + hits, asked + total
+            if total >= FEW_ROWS and hits < min_agreement * total:
+                what = f"final states predict {hits} of {total} next tokens: of another text?"
+                problems.append(Problem(where, what))
     return Findings(
         problems=problems,
         samples=len(reader),

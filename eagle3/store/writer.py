@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
+import json
 import logging
 import os
-from dataclasses import dataclass
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from eagle3 import provenance
-from eagle3.batch import needed_final
 from eagle3.errors import UserError
-from eagle3.manifest import Manifest
+from eagle3.manifest import Manifest, write_json
 from eagle3.store.codecs import Codec, get
+from eagle3.store.sample import Encoded
 
 log = logging.getLogger(__name__)
 KIND = "store"
-
-
-@dataclass(kw_only=True, slots=True)
-class Sample:
-    """One document: token ids and loss mask [T], aux [T, A * H], final (post-norm) [T, H]."""
-
-    id: str
-    input_ids: Tensor
-    loss_mask: Tensor
-    aux: Tensor
-    final: Tensor
+REJECTED = "rejected.json"
 
 
 def shard_paths(folder: Path, number: int) -> tuple[Path, Path]:
@@ -63,64 +55,94 @@ class StoreWriter:
         self.codec: Codec = get(manifest.match["codec"])
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         remedy = "Resume with the same configuration, or choose another folder."
-        if not manifest.resumes(folder, f"the store in {folder}", remedy):
-            if any(folder.iterdir()):
-                raise UserError(f"{folder} is not empty and holds no store; choose another folder")
+        if manifest.resumes(folder, f"the store in {folder}", remedy):
+            self.complete = bool(Manifest.load(folder, KIND).facts.get("complete"))
+        elif any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no store; choose another folder")
+        else:
             manifest.save(folder)
-        for stale in folder.glob(".shard-*"):
+            self.complete = False
+        for stale in folder.glob(".*"):
             stale.unlink()
         self.next_number, self.num_shards, self.num_samples = self._committed()
-        self._pending: list[tuple[int, Sample, dict[str, Tensor]]] = []
+        self.rejected: list[dict[str, Any]] = self._rejected()
+        self._pending: list[tuple[int, Encoded]] = []
         self._pending_bytes = 0
 
-    def append(self, number: int, sample: Sample) -> None:
-        """Add the sample with this number in the input data; numbers must ascend."""
+    def append(self, number: int, sample: Encoded) -> None:
+        """Add the sample with this number in the input data; numbers must ascend.
+
+        Raises:
+            UserError: the disk is full; what was committed stays, and the run can be resumed.
+        """
         assert number >= self.next_number, f"sample {number} after {self.next_number - 1}"
-        encoded = self._encode(sample)
-        self._pending.append((number, sample, encoded))
-        self._pending_bytes += sum(t.numel() * t.element_size() for t in encoded.values())
+        self._pending.append((number, sample))
+        self._pending_bytes += sample.nbytes
         self.next_number = number + 1
         self.num_samples += 1
         if self._pending_bytes >= self.shard_bytes:
             self.flush()
 
+    def reject(self, number: int, id: str, reason: str) -> None:
+        """Keep on record that a sample is left out, and why."""
+        self.rejected.append({"number": number, "id": id, "reason": reason})
+
     def flush(self) -> None:
         """Commit what is pending as one shard: data first, then its index."""
         if not self._pending:
             return
-        data_path, index_path = shard_paths(self.folder, self.num_shards)
-        keys = self._pending[0][2].keys()
-        packed = {k: torch.cat([encoded[k] for _, _, encoded in self._pending]) for k in keys}
-        temporary = data_path.with_name("." + data_path.name)
-        save_file(packed, temporary)
-        _sync(temporary)
-        temporary.rename(data_path)
-        self._write_index(index_path)
-        log.info("committed %s: %d samples", data_path.name, len(self._pending))
+        try:
+            self._write_shard()
+        except (OSError, SafetensorError) as error:
+            self._explain(error)
+            raise
+        log.info("committed shard %d: %d samples", self.num_shards, len(self._pending))
         self.num_shards += 1
         self._pending, self._pending_bytes = [], 0
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Commit the rest and mark the store complete."""
         self.flush()
+        write_json(self.folder / REJECTED, self.rejected)
+        reasons = Counter(row["reason"] for row in self.rejected)
         self.manifest.facts = {
             **facts,
             "complete": True,
+            "samples": self.num_samples,
+            "rejected": len(self.rejected),
+            "reasons": dict(reasons),
             "shards": self.num_shards,
             "index_sha256": [provenance.hash_file(f) for f in index_files(self.folder)],
         }
         self.manifest.save(self.folder)
 
-    def _encode(self, sample: Sample) -> dict[str, Tensor]:
-        final = sample.final[needed_final(sample.loss_mask)]
-        encoded = {
-            "input_ids": sample.input_ids.to(torch.int32),
-            "loss_mask": sample.loss_mask.to(torch.uint8),
-        }
-        for name, states in (("aux", sample.aux), ("final", final)):
-            for part, tensor in self.codec.encode(states).items():
-                encoded[f"{name}.{part}"] = tensor.contiguous()
-        return encoded
+    def _write_shard(self) -> None:
+        write_json(self.folder / REJECTED, self.rejected)
+        data_path, index_path = shard_paths(self.folder, self.num_shards)
+        columns = [sample.tensors for _, sample in self._pending]
+        packed = {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
+        temporary = data_path.with_name("." + data_path.name)
+        save_file(packed, temporary)
+        _sync(temporary)
+        temporary.rename(data_path)
+        self._write_index(index_path)
+
+    def _explain(self, error: Exception) -> None:
+        """Raise what a user can act on if a shard was not written for lack of space."""
+        for half in self.folder.glob(".shard-*"):
+            half.unlink()
+        free = shutil.disk_usage(self.folder).free
+        full = isinstance(error, OSError) and error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        )
+        if full or free < self._pending_bytes:
+            raise UserError(
+                f"no space for the next shard in {self.folder}: {self._pending_bytes:,} bytes "
+                f"needed, {free:,} free ({error}). {self.num_samples - len(self._pending)} samples "
+                "are committed; free some space and run the same command again to go on"
+            ) from error
 
     def _write_index(self, path: Path) -> None:
         from datasets.arrow_writer import ArrowWriter
@@ -128,25 +150,30 @@ class StoreWriter:
         temporary = path.with_name("." + path.name)
         start = final_start = 0
         with ArrowWriter(path=str(temporary)) as writer:
-            for number, sample, encoded in self._pending:
-                rows, final_rows = len(sample.input_ids), int(needed_final(sample.loss_mask).sum())
+            for number, sample in self._pending:
                 writer.write(
                     {
                         "number": number,
                         "id": sample.id,
                         "shard": self.num_shards,
                         "start": start,
-                        "rows": rows,
+                        "rows": sample.rows,
                         "final_start": final_start,
-                        "final_rows": final_rows,
-                        "sha256": digest(encoded),
+                        "final_rows": sample.final_rows,
+                        "sha256": sample.sha256,
                     }
                 )
-                start, final_start = start + rows, final_start + final_rows
+                start, final_start = start + sample.rows, final_start + sample.final_rows
             writer.finalize()
         _sync(temporary)
         temporary.rename(path)
         _sync(self.folder)
+
+    def _rejected(self) -> list[dict[str, Any]]:
+        """Samples left out before the last committed one; later ones are tried again."""
+        path = self.folder / REJECTED
+        known = json.loads(path.read_text()) if path.exists() else []
+        return [row for row in known if row["number"] < self.next_number]
 
     def _committed(self) -> tuple[int, int, int]:
         """Next sample number, shards and samples on disk; a data file without index is dropped."""
@@ -160,15 +187,6 @@ class StoreWriter:
             return 0, 0, 0
         indexes = [Dataset.from_file(str(file)) for file in files]
         return indexes[-1][-1]["number"] + 1, len(files), sum(map(len, indexes))
-
-
-def digest(encoded: dict[str, Tensor]) -> str:
-    """sha256 over the bytes of a sample's encoded tensors, by name."""
-    hasher = hashlib.sha256()
-    for name in sorted(encoded):
-        hasher.update(name.encode())
-        hasher.update(encoded[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()
 
 
 def _sync(path: Path) -> None:

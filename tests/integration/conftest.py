@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from eagle3.config import ServerConfig
-from eagle3.serving.from_config import get_server
+from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.serving.from_config import get_servers
+from eagle3.serving.server import Server
+from eagle3.store import codecs
 from eagle3.target import Target
-from extraction.check import Verifier
-from extraction.extract import Extractor, _require_capture
-from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool
+from extraction.capture import Extractor, extractor, server_args
+from extraction.spool import Spool, environment
 
 AUX_LAYERS = [1, 3, 4]
 CHUNK = 64
@@ -25,18 +27,45 @@ CPU_ARGS = {
 }
 
 
+@dataclass(frozen=True)
+class CaptureServer:
+    """A server as a user would start it, and its spool."""
+
+    server: Server
+    spool: Spool
+
+    def overrides(self) -> list[str]:
+        """What makes a command use it."""
+        return [f"server.urls=[{self.server.url}]", f"extract.spools=[{self.spool.folder}]"]
+
+
 @pytest.fixture(scope="session")
-def capture_server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Extractor]:
+def capture_server(
+    target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CaptureServer]:
     folder = tmp_path_factory.mktemp("capture")
     spool = Spool.create(folder / "spool")
     config = ServerConfig(args={**CPU_ARGS, "chunked_prefill_size": CHUNK}, deadline_s=400)
-    with get_server(
+    with get_servers(
         config,
         target.folder,
         folder / "server.log",
-        args={"disable_radix_cache": True},
-        env={SPOOL_VARIABLE: str(spool.folder), LAYERS_VARIABLE: json.dumps(AUX_LAYERS)},
+        args=server_args(),
+        envs=[environment(spool.folder, AUX_LAYERS, "fp32")],
         plugins=["eagle3_capture"],
-    ) as server:
-        _require_capture(spool, AUX_LAYERS, {str(target.folder)})
-        yield Extractor(server.client, spool, Verifier(target, len(AUX_LAYERS)))
+    ) as (server,):
+        yield CaptureServer(server, spool)
+
+
+@pytest.fixture
+def capturing(capture_server: CaptureServer, target: Target, tmp_path: Path) -> Iterator[Extractor]:
+    """The extract stage's own view of that server."""
+    config = Config(
+        run_name="t",
+        runs_dir=str(tmp_path),
+        target=TargetConfig(path=str(target.folder)),
+        server=ServerConfig(urls=[capture_server.server.url]),
+    )
+    config.extract.spools = [str(capture_server.spool.folder)]
+    with extractor(config, target, AUX_LAYERS, codecs.get("fp32"), longest=1) as found:
+        yield found

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.manifest import Manifest
-from eagle3.store.writer import Sample, StoreWriter
+from eagle3.store.sample import Sample
+from eagle3.store.writer import StoreWriter
 from eagle3.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def store_run(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 loss_mask=torch.arange(length) >= prompt,
                 aux=torch.cat([states[k][0] for k in AUX], dim=-1),
                 final=states[-1][0],
-            ),
+            ).encode(writer.codec),
         )
     writer.finish({})
     return runs

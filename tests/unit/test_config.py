@@ -31,7 +31,7 @@ def test_every_experiment_composes_for_every_command(command: str, experiment: s
 @pytest.mark.parametrize("group", ["server", "codec", "optimizer", "deepspeed", "logger", "target"])
 def test_every_group_option_fits_the_schema(group: str) -> None:
     for file in (ROOT / "conf" / group).glob("*.yaml"):
-        extra = ["server.url=http://127.0.0.1:1"] if file.stem == "url" else []
+        extra = ["server.urls=[http://127.0.0.1:1]"] if file.stem == "url" else []
         load("experiment=ci", f"{group}={file.stem}", *extra)
 
 

@@ -4,16 +4,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from eagle3.config import ServerConfig
 from eagle3.errors import UserError
 from eagle3.serving import server as servers
 from eagle3.serving import watch
 from eagle3.serving.client import Client, RequestFailed, RequestRefused, in_order
-from eagle3.serving.server import Launch, check_version, command, connect
+from eagle3.serving.from_config import get_servers
+from eagle3.serving.server import Launch, Server, check_version, command, connect
 
 
 def test_results_come_in_order_with_bounded_look_ahead() -> None:
@@ -101,8 +104,8 @@ def test_a_refused_request_is_not_repeated(http_server) -> None:
 
 
 def test_nothing_at_the_url_is_a_users_mistake() -> None:
-    with pytest.raises(UserError, match="no SGLang server answers"), connect("http://127.0.0.1:9"):
-        pass
+    with pytest.raises(UserError, match="no SGLang server answers"):
+        connect("http://127.0.0.1:9")
 
 
 def test_command_line() -> None:
@@ -184,23 +187,76 @@ def test_end_reaches_children_in_sessions_of_their_own(tmp_path: Path) -> None:
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_failing_backends_are_tried_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, code: Callable[[Launch, str | None], str]) -> list:
+    """Servers that run this code instead of SGLang; returns the backends as they are tried."""
     tried = []
 
-    def spawn(what: Launch, port: int, backend: str | None) -> subprocess.Popen:
+    def spawn(what: Launch, backend: str | None, timeout_s: float) -> Server:
         tried.append(backend)
-        return start(f"print('backend {backend} is broken')", what.log)
+        url = "http://127.0.0.1:9"
+        process = start(code(what, backend), what.log)
+        return Server(url=url, client=Client(url), process=process, log=what.log, backend=backend)
 
     monkeypatch.setattr(servers, "_spawn", spawn)
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "reason"),
+    [
+        ("print('no kernel image'); raise SystemExit(3)", {}, "the process ended"),
+        (BUSY, {"stall_s": 1.0}, "no log line for 1 s"),
+        (CHATTY, {"deadline_s": 1.5}, "not ready within 2 s"),
+        (GROWING, {"memory_gb": 0.2}, "over the limit of 0.2 GB"),
+    ],
+)
+def test_the_next_backend_is_tried_and_the_one_that_works_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limits: dict, reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The first backend's server loops, grows or dies and never answers; the second one's does."""
+    tried = stand_in(monkeypatch, lambda _, backend: code if backend == "fa3" else CHATTY)
+    monkeypatch.setattr(Client, "answers", lambda _: tried[-1] == "triton")
+    bounds = {"deadline_s": 30, "memory_gb": None, "stall_s": None, **limits}
+    what = Launch(
+        model=Path("m"), log=tmp_path / "log", backends=["fa3", "triton"],
+        limits=watch.Limits(**bounds),
+    )  # fmt: skip
+    with servers.launch(what) as (server,):
+        assert tried == ["fa3", "triton"] and server.backend == "triton"
+        assert not server.ended()
+        children = psutil.Process().children()
+        assert [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE] == [
+            server.process.pid
+        ]
+    assert server.ended()
+    assert "attention backend fa3" in caplog.text and reason in caplog.text
+
+
+def test_all_failures_are_told_if_no_backend_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = stand_in(monkeypatch, lambda _, backend: f"print('backend {backend} is broken')")
     what = Launch(model=Path("m"), log=tmp_path / "log", backends=["fa3", "triton"])
     with pytest.raises(watch.ServerFailed) as failure, servers.launch(what):
         pass
     assert tried == ["fa3", "triton"]
-    assert "backend fa3 is broken" in str(failure.value) and "backend triton is broken" in str(
-        failure.value
-    )
+    assert "backend fa3 is broken" in str(failure.value)
+    assert "backend triton is broken" in str(failure.value)
+
+
+def test_replicas_have_places_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Launch] = []
+    stand_in(monkeypatch, lambda what, _: seen.append(what) or CHATTY)
+    monkeypatch.setattr(Client, "answers", lambda _: True)
+    config = ServerConfig(port=4000, args={"tp_size": 2})
+    envs = [{"X": "a"}, {"X": "b"}, {"X": "c"}]
+    with get_servers(config, Path("m"), tmp_path / "s.log", envs=envs) as found:
+        assert len(found) == 3
+    assert [w.port for w in seen] == [4000, 4001, 4002]
+    assert [w.env["X"] for w in seen] == ["a", "b", "c"]
+    assert [w.args.get("base_gpu_id") for w in seen] == [None, 2, 4]
+    assert len({w.log for w in seen}) == 3
 
 
 def test_a_server_does_not_outlive_a_killed_client(tmp_path: Path) -> None:

@@ -1,33 +1,44 @@
+import errno
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.errors import UserError
-from eagle3.store.writer import Sample
+from eagle3.store import codecs
+from eagle3.store.codecs import CODECS
+from eagle3.store.sample import Encoded
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
-from extraction.spool import Spool, Ticket
+from extraction.spool import CaptureFailed, Spool, Ticket
 
 SECRET = "0123456789abcdef" * 2
+SESSION = "0badcafe"
+
+
+def ticket(**fields: int) -> Ticket:
+    return Ticket(session=SESSION, **fields)
 
 
 def test_tickets_travel_in_request_ids() -> None:
-    ticket = Ticket(number=7, attempt=1, num_tokens=99)
-    assert Ticket.parse(ticket.rid(SECRET), SECRET) == ticket
+    mine = ticket(number=7, attempt=1, num_tokens=99)
+    assert Ticket.parse(mine.rid(SECRET), SECRET) == mine
 
 
 @pytest.mark.parametrize(
     "rid",
     [
         "health_check_1",
-        Ticket(number=7, attempt=1, num_tokens=9).rid("f" * 32),
-        f"e3-{SECRET}-../../etc-1-9",
-        f"e3-{SECRET}-7-1-9/../x",
-        f"e3-{SECRET}-7-1",
-        f"e3-{SECRET}-7-1-9\n",
-        f"x e3-{SECRET}-7-1-9",
+        ticket(number=7, attempt=1, num_tokens=9).rid("f" * 32),
+        f"e3-{SECRET}-{SESSION}-../../etc-1-9",
+        f"e3-{SECRET}-../../../x-7-1-9",
+        f"e3-{SECRET}-{SESSION}-7-1-9/../x",
+        f"e3-{SECRET}-{SESSION}-7-1",
+        f"e3-{SECRET}-7-1-9",
+        f"e3-{SECRET}-{SESSION}-7-1-9\n",
+        f"x e3-{SECRET}-{SESSION}-7-1-9",
     ],
 )
 def test_other_request_ids_are_not_captured(rid: str) -> None:
@@ -38,12 +49,12 @@ def test_spool_is_private_and_starts_clean(tmp_path: Path) -> None:
     folder = tmp_path / "spool"
     spool = Spool.create(folder)
     first = spool.secret
-    ticket = Ticket(number=1, attempt=0, num_tokens=3)
-    spool.write(ticket, {"input_ids": torch.arange(3)})
+    mine = ticket(number=1, attempt=0, num_tokens=3)
+    spool.write(mine, {"input_ids": torch.arange(3)})
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     again = Spool.create(folder)
-    assert again.secret != first and again.take(ticket) is None
+    assert again.secret != first and again.take(mine) is None
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
@@ -55,11 +66,12 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_sample_is_taken_once(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "s")
-    ticket = Ticket(number=1, attempt=0, num_tokens=3)
-    assert spool.take(ticket) is None
-    spool.write(ticket, {"input_ids": torch.arange(3)})
-    assert spool.take(ticket)["input_ids"].tolist() == [0, 1, 2]
-    assert spool.take(ticket) is None
+    mine = ticket(number=1, attempt=0, num_tokens=3)
+    assert spool.take(mine) is None
+    spool.write(mine, {"input_ids": torch.arange(3)})
+    found = spool.take(mine)
+    assert found is not None and found["input_ids"].tolist() == [0, 1, 2]
+    assert spool.take(mine) is None
 
 
 def test_the_first_error_stays(tmp_path: Path) -> None:
@@ -67,6 +79,23 @@ def test_the_first_error_stays(tmp_path: Path) -> None:
     spool.publish_error("cause")
     spool.publish_error("consequence")
     assert spool.error() == "cause"
+
+
+def test_a_session_leaves_no_orphan_and_takes_none_over(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "s")
+    spool.publish_capture({"aux_layers": [1]})
+    kept = {"secret", "capture.json"}
+    spool.write(ticket(number=1, attempt=0, num_tokens=3), {"input_ids": torch.arange(3)})
+    (spool.folder / f"{SESSION}-2.0.tmp").write_bytes(b"half")
+    with spool.session() as session:
+        assert {p.name for p in spool.folder.iterdir()} == {*kept, "session"}
+        assert spool.current_session() == session
+        late = Ticket(session=session, number=4, attempt=0, num_tokens=3)
+        spool.write(late, {"input_ids": torch.arange(3)})
+        with pytest.raises(UserError, match="another process"), spool.session():
+            pass
+    assert spool.current_session() is None
+    assert {p.name for p in spool.folder.iterdir()} == kept
 
 
 class Batch:
@@ -83,59 +112,136 @@ class Batch:
         self.extend_prefix_lens_cpu = [p[2] for p in pieces]
 
 
+def drain(spool: Spool, tickets: list[Ticket]) -> list[dict[str, torch.Tensor]]:
+    """Wait for these samples."""
+    found = []
+    for wanted in tickets:
+        while (sample := spool.take(wanted)) is None:
+            time.sleep(0.001)
+        found.append(sample)
+    return found
+
+
+def forward(
+    capture: Capture, rows: torch.Tensor, pieces: list[tuple[str, int, int]], packed: bool = True
+) -> None:
+    """A forward whose states are the rows' numbers."""
+    aux = [rows[:, None].repeat(1, 4), -rows[:, None].repeat(1, 4)]
+    states = torch.cat(aux, 1) if packed else aux
+    capture._collect(rows.int(), rows[:, None], Batch(pieces), states)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_chunks_of_interleaved_requests_are_joined(tmp_path: Path, packed: bool) -> None:
     spool = Spool.create(tmp_path / "s")
-    capture = Capture(spool, [1, 2])
-    a, b = (Ticket(number=n, attempt=0, num_tokens=t) for n, t in ((0, 5), (1, 2)))
-    forwards = [
-        [(a.rid(spool.secret), 2, 0), ("somebody else", 3, 0)],
-        [(b.rid(spool.secret), 2, 0), (a.rid(spool.secret), 3, 2)],
-    ]
-    rows = torch.arange(10.0)
-    for i, pieces in enumerate(forwards):
-        part = rows[5 * i : 5 * i + 5]
-        aux = [part[:, None].repeat(1, 4), -part[:, None].repeat(1, 4)]
-        capture._collect(
-            part.int(), part[:, None], Batch(pieces), torch.cat(aux, 1) if packed else aux
+    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture.assembler.start()
+    with spool.session() as session:
+        a, b = (
+            Ticket(session=session, number=n, attempt=0, num_tokens=t) for n, t in ((0, 5), (1, 2))
         )
-    import threading
-
-    threading.Thread(target=capture._write_samples, daemon=True).start()
-    samples = []
-    for ticket in (a, b):
-        while (sample := spool.take(ticket)) is None:
-            assert spool.error() is None, spool.error()
-        samples.append(sample)
-    assert samples[0]["input_ids"].tolist() == [0, 1, 7, 8, 9]
-    assert samples[0]["final"].flatten().tolist() == [0, 1, 7, 8, 9]
-    assert samples[0]["aux"][:, 0].tolist() == [0, 1, 7, 8, 9] and samples[0]["aux"].shape == (5, 8)
-    assert samples[1]["input_ids"].tolist() == [5, 6]
-    assert len(list((tmp_path / "s").glob("*.safetensors"))) == 0
+        rows = torch.arange(10.0)
+        first = [(a.rid(spool.secret), 2, 0), ("somebody else", 3, 0)]
+        second = [(b.rid(spool.secret), 2, 0), (a.rid(spool.secret), 3, 2)]
+        forward(capture, rows[:5], first, packed)
+        forward(capture, rows[5:], second, packed)
+        one, two = drain(spool, [a, b])
+    assert one["input_ids"].tolist() == [0, 1, 7, 8, 9]
+    assert one["final.values"].flatten().tolist() == [0, 1, 7, 8, 9]
+    assert one["aux.values"][:, 0].tolist() == [0, 1, 7, 8, 9]
+    assert one["aux.values"].shape == (5, 8) and one["last"].tolist() == [9]
+    assert two["input_ids"].tolist() == [5, 6]
 
 
-def capture_of(target, **changes):
+def test_a_sample_that_cannot_be_captured_is_reported_and_the_next_one_is_fine(
+    tmp_path: Path,
+) -> None:
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2], codecs.get("bf16"))
+    capture.assembler.start()
+    with spool.session() as session:
+        bad, retry, other = (
+            Ticket(session=session, number=n, attempt=a, num_tokens=4)
+            for n, a in ((0, 0), (0, 1), (1, 0))
+        )
+        rows = torch.arange(4.0)
+        forward(capture, rows[:1], [(bad.rid(spool.secret), 1, 0)])
+        forward(capture, rows[2:], [(bad.rid(spool.secret), 2, 2)])  # row 1 never came
+        forward(capture, rows, [(other.rid(spool.secret), 4, 0)])
+        assert drain(spool, [other])[0]["input_ids"].tolist() == [0, 1, 2, 3]
+        with pytest.raises(CaptureFailed, match=r"rows 1\.\.2 .* were not seen"):
+            spool.take(bad)
+        forward(capture, rows[:3], [(retry.rid(spool.secret), 3, 0)])
+        forward(capture, rows, [(retry.rid(spool.secret), 4, 0)])  # retracted, from the start
+        assert drain(spool, [retry])[0]["input_ids"].tolist() == [0, 1, 2, 3]
+
+
+def test_requests_of_a_client_that_is_gone_are_dropped(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture.assembler.start()
+    rows = torch.arange(4.0)
+    with spool.session() as old:
+        dead = Ticket(session=old, number=0, attempt=0, num_tokens=4)
+        forward(capture, rows[:2], [(dead.rid(spool.secret), 2, 0)])
+    with spool.session() as new:
+        live = Ticket(session=new, number=0, attempt=0, num_tokens=4)
+        forward(capture, rows[2:], [(dead.rid(spool.secret), 2, 2)])
+        forward(capture, rows[:3] + 10, [(live.rid(spool.secret), 3, 0)])
+        forward(capture, rows[3:] + 10, [(live.rid(spool.secret), 1, 3)])
+        assert drain(spool, [live])[0]["input_ids"].tolist() == [10, 11, 12, 13]
+        names = {p.name for p in spool.folder.iterdir()}
+    assert names == {"secret", "session"}
+
+
+def test_a_full_spool_is_told_to_the_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture.assembler.start()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with spool.session() as session:
+        mine = Ticket(session=session, number=0, attempt=0, num_tokens=4)
+        forward(capture, torch.arange(4.0), [(mine.rid(spool.secret), 4, 0)])
+        with pytest.raises(CaptureFailed, match="No space left"):
+            drain(spool, [mine])
+
+
+def capture_of(target, codec: str = "fp32", **changes):
     ids = [5, 6, 7, 8]
     torch.manual_seed(0)
     final = torch.randn(4, target.hidden_size)
     token = int((target.lm_head().float() @ final[-1]).argmax())
-    tensors = {
+    states = {"aux": torch.randn(4, 3 * target.hidden_size), "final": final}
+    states |= {k: v for k, v in changes.items() if k in states}
+    captured = {
         "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "aux": torch.randn(4, 3 * target.hidden_size),
-        "final": final,
+        "last": final[-1],
+        **codecs.get(codec).encode(**states),
+        **{k: v for k, v in changes.items() if k not in states},
     }
-    sample = TokenSample(id="x", input_ids=ids, loss_mask=[0, 0, 1, 1])
-    return sample, {**tensors, **changes}, [token]
+    return TokenSample.of("x", ids, [0, 0, 1, 1]), captured, [token]
 
 
-def test_a_good_capture_becomes_a_sample(target) -> None:
-    sample, tensors, output = capture_of(target)
-    found = Verifier(target, 3).check(sample, tensors, output)
-    assert isinstance(found, Sample) and found.loss_mask.tolist() == [0, 0, 1, 1]
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_good_capture_becomes_a_sample(target, codec: str) -> None:
+    sample, captured, output = capture_of(target, codec)
+    found = Verifier(target, 3, codecs.get(codec)).check(sample, captured, output)
+    assert isinstance(found, Encoded)
+    assert found.tensors["loss_mask"].tolist() == [0, 0, 1, 1]
+    assert found.rows == 4 and found.final_rows == 2
+    finals = [k for k in found.tensors if k.startswith("final.")]
+    assert finals and all(torch.equal(found.tensors[k], captured[k][1:3]) for k in finals)
 
 
-def test_bad_captures_are_rejected_with_a_reason(target) -> None:
-    verifier = Verifier(target, 3)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_bad_captures_are_rejected_with_a_reason(target, codec: str) -> None:
+    verifier = Verifier(target, 3, codecs.get(codec))
     width = 3 * target.hidden_size
     nan = torch.randn(4, width)
     nan[2, 3] = torch.nan
@@ -143,16 +249,27 @@ def test_bad_captures_are_rejected_with_a_reason(target) -> None:
     constant[1] = 0.0
     cases = {
         "row count": {"aux": torch.randn(3, width)},
-        "aux width": {"aux": torch.randn(4, width - 1)},
-        "token ids": {"input_ids": torch.tensor([5, 6, 8, 7])},
+        "aux width": {"aux": torch.randn(4, width - target.hidden_size)},
+        "token ids": {"input_ids": torch.tensor([5, 6, 8, 7], dtype=torch.int32)},
         "aux not finite": {"aux": nan},
         "aux constant": {"aux": constant},
         "final constant": {"final": torch.zeros(4, target.hidden_size)},
     }
     for reason, changes in cases.items():
-        assert verifier.check(*capture_of(target, **changes)) == Rejection(reason)
-    sample, tensors, (token,) = capture_of(target)
-    found = verifier.check(sample, tensors, [token + 1])
+        assert verifier.check(*capture_of(target, codec, **changes)) == Rejection(reason)
+    sample, captured, (token,) = capture_of(target, codec)
+    found = verifier.check(sample, captured, [token + 1])
     assert found == Rejection("argmax disagrees with the server's token")
-    swapped = tensors["final"][[0, 1, 3, 2]]
-    assert isinstance(verifier.check(sample, {**tensors, "final": swapped}, [token]), Rejection)
+    other = {"last": torch.randn(target.hidden_size)}
+    assert isinstance(verifier.check(*capture_of(target, codec, **other)), Rejection)
+
+
+def test_a_large_lm_head_is_thinned_out(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extraction.check.MAX_CANDIDATES", 100 * target.hidden_size)
+    verifier = Verifier(target, 3, codecs.get("fp32"))
+    assert len(verifier.candidates) <= 100
+    sample, captured, (token,) = capture_of(target)
+    assert isinstance(verifier.check(sample, captured, [token]), Encoded)
+    logits = verifier.candidates @ captured["last"]
+    lower = int((target.lm_head().float() @ captured["last"]).argmin())
+    assert logits.max() > 0 and isinstance(verifier.check(sample, captured, [lower]), Rejection)

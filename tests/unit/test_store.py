@@ -1,15 +1,20 @@
+import errno
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eagle3.batch import needed_final
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.store import budget, codecs
+from eagle3.store.budget import Workload
 from eagle3.store.reader import StoreReader
-from eagle3.store.writer import Sample, StoreWriter
+from eagle3.store.sample import Sample
+from eagle3.store.writer import StoreWriter
 
 MASKS = [[0, 0, 1, 1, 1], [1], [0, 1, 1, 0, 1, 1], [0] * 4, [1] * 9, [0, 1]]
 
@@ -35,7 +40,7 @@ def samples(seed: int = 0) -> list[Sample]:
 def write(folder: Path, shard_bytes: int = 200, codec: str = "fp32") -> None:
     writer = StoreWriter(folder, manifest(codec), shard_bytes)
     for number, sample in enumerate(samples()):
-        writer.append(number, sample)
+        writer.append(number, sample.encode(writer.codec))
     writer.finish({})
 
 
@@ -69,14 +74,14 @@ def test_an_interrupted_store_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         folder = tmp_path / f"cut{stop}"
         writer = StoreWriter(folder, manifest(), 200)
         for number in range(stop):
-            writer.append(number, samples()[number])
+            writer.append(number, samples()[number].encode(writer.codec))
         # killed here: pending samples are lost, half-written files stay behind
         (folder / ".shard-00009.safetensors").write_bytes(b"half")
         (folder / f"shard-{writer.num_shards:05d}.safetensors").write_bytes(b"data without index")
         again = StoreWriter(folder, manifest(), 200)
         assert again.next_number <= stop
         for number in range(again.next_number, len(MASKS)):
-            again.append(number, samples()[number])
+            again.append(number, samples()[number].encode(again.codec))
         again.finish({})
         whole = sorted(p.name for p in (tmp_path / "whole").iterdir())
         assert sorted(p.name for p in folder.iterdir()) == whole
@@ -99,11 +104,11 @@ def test_a_foreign_folder_is_not_written_to(tmp_path: Path) -> None:
 
 def test_unfinished_or_incomplete_stores_are_refused(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path / "s", manifest(), 1)
-    writer.append(0, samples()[0])
+    writer.append(0, samples()[0].encode(writer.codec))
     with pytest.raises(UserError, match="not finished"):
         StoreReader(tmp_path / "s")
     assert len(StoreReader(tmp_path / "s", allow_incomplete=True)) == 1
-    writer.append(1, samples()[1])
+    writer.append(1, samples()[1].encode(writer.codec))
     writer.finish({})
     (tmp_path / "s" / "shard-00001.arrow").unlink()
     with pytest.raises(UserError, match="lacks shards"):
@@ -134,17 +139,82 @@ def test_label_counts_are_those_of_generated_tokens(tmp_path: Path) -> None:
 
 def test_budget_predicts_the_size_on_disk(tmp_path: Path) -> None:
     write(tmp_path / "s", 1 << 20)
+    work = Workload(
+        num_samples=len(MASKS),
+        num_tokens=sum(map(len, MASKS)),
+        num_final=sum(sum(m[1:]) for m in MASKS),
+    )
+    folder = tmp_path / "new" / "store"
     planned = budget.plan(
-        tmp_path / "new" / "store", codecs.get("fp32"), num_samples=len(MASKS),
-        num_tokens=sum(map(len, MASKS)), num_final=sum(sum(m[1:]) for m in MASKS),
-        num_aux=3, hidden_size=2,
-    )  # fmt: skip
+        folder, codecs.get("fp32"), work, num_aux=3, hidden_size=2, tokens_per_s=1.0
+    )
     reader = StoreReader(tmp_path / "s")
-    states = sum(a.nbytes + f.nbytes for a, f in (reader.states(n) for n in range(len(MASKS))))
-    rows = sum(map(len, MASKS))
-    assert planned.store_bytes == states + rows * 5 + len(MASKS) * budget.INDEX_BYTES_PER_SAMPLE
-    with pytest.raises(UserError, match="max_bytes"):
-        budget.require_space(planned, tmp_path, max_bytes=10)
+    encoded = [reader.encoded(n) for n in range(len(MASKS))]
+    size = sum(t.nbytes for tensors in encoded for t in tensors.values())
+    assert planned.store_bytes == size + len(MASKS) * budget.INDEX_BYTES_PER_SAMPLE
+    assert planned.hours == work.num_tokens / 3600
+    budget.require(planned, folder, max_bytes=planned.store_bytes, max_hours=1)
+    with pytest.raises(UserError, match=f"{planned.store_bytes:,} bytes, over extract.max_bytes"):
+        budget.require(planned, folder, max_bytes=10)
+    with pytest.raises(UserError, match="over extract.max_hours"):
+        budget.require(planned, folder, max_hours=1e-6)
+    with pytest.raises(UserError, match="take fewer samples, a smaller codec, or another disk"):
+        budget.require(replace(planned, free_bytes=planned.store_bytes - 1), folder)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    write(tmp_path / "whole")
+    folder, writes = tmp_path / "s", iter(range(99))
+
+    def save(tensors: dict, path: Path) -> None:
+        if next(writes) == fails_at:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr("eagle3.store.writer.save_file", save)
+    with pytest.raises(UserError, match="bytes needed, .* free some space and run the same"):
+        write(folder)
+    assert not list(folder.glob(".shard*"))
+    assert len(list(folder.glob("*.arrow"))) == fails_at
+    again = StoreWriter(folder, manifest(), 200)
+    for number in range(again.next_number, len(MASKS)):
+        again.append(number, samples()[number].encode(again.codec))
+    again.finish({})
+    for path in (tmp_path / "whole").glob("shard-*"):
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_error_that_is_not_about_space_is_not_blamed_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("eagle3.store.writer.save_file", save)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path / "s")
+
+
+def test_rejected_samples_stay_on_record_over_a_restart(tmp_path: Path) -> None:
+    def fill(writer: StoreWriter, stop: int) -> None:
+        for number in range(writer.next_number, stop):
+            if number in (1, 5):
+                writer.reject(number, f"s{number}", "token ids")
+            else:
+                writer.append(number, samples()[number].encode(writer.codec))
+
+    fill(StoreWriter(tmp_path / "s", manifest(), 1), 4)
+    again = StoreWriter(tmp_path / "s", manifest(), 1)
+    assert again.next_number == 4 and [r["number"] for r in again.rejected] == [1]
+    fill(again, len(MASKS))
+    again.finish({})
+    facts = StoreReader(tmp_path / "s").manifest.facts
+    assert facts["samples"] == 4 and facts["rejected"] == 2
+    assert facts["reasons"] == {"token ids": 2}
 
 
 def test_unknown_codec() -> None:

@@ -77,7 +77,7 @@ def test_shards_of_another_store_are_found(store: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     writer = StoreWriter(other, manifest(seed=1), 400)
     for number, sample in enumerate(samples(seed=1)):
-        writer.append(number, sample)
+        writer.append(number, sample.encode(writer.codec))
     writer.finish({})
     for suffix in (".safetensors", ".arrow"):
         shutil.copy(other / f"shard-00000{suffix}", store / f"shard-00000{suffix}")
@@ -98,7 +98,7 @@ def test_bad_values_are_found_even_with_a_right_checksum(tmp_path: Path) -> None
         writer = StoreWriter(folder, Manifest(kind="store", match=manifest().match), 1 << 20)
         broken = samples()[0]
         broken.aux[2] = value
-        writer.append(0, broken)
+        writer.append(0, broken.encode(writer.codec))
         writer.finish({})
         assert any(what in w for w in whats(folder))
 
@@ -111,7 +111,7 @@ def test_agreement_with_the_targets_lm_head(tmp_path: Path) -> None:
         sample.final = lm_head[following]
         if number == 4:
             sample.final = lm_head[(following + 1) % 50]
-        writer.append(number, sample)
+        writer.append(number, sample.encode(writer.codec))
     writer.finish({})
     asked = sum(sum(m[1:]) for m in MASKS)
     assert verify(tmp_path / "s", lm_head).agreement == pytest.approx(1 - 8 / asked)

@@ -1,0 +1,133 @@
+"""Server side: from the rows of single forwards to whole samples in the spool.
+
+A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device right
+away and copied to pinned memory on a stream of its own, so that the forward waits for neither; a
+thread joins the pieces of a request by their prefix and writes the sample once all rows are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.store.codecs import Codec
+from extraction.spool import Spool, Ticket
+
+log = logging.getLogger(__name__)
+QUEUE_SIZE = 64
+"""Pieces on their way before a forward has to wait for the spool."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Rows prefix .. prefix + n of one request, encoded, on their way to the host.
+
+    copied: torch.cuda.Event, or None on a CPU.
+    """
+
+    ticket: Ticket
+    prefix: int
+    tensors: dict[str, Tensor]
+    copied: Any
+
+    @property
+    def end(self) -> int:
+        return self.prefix + len(self.tensors["input_ids"])
+
+
+class Assembler:
+    """Takes pieces from the forward, writes samples to the spool."""
+
+    def __init__(self, spool: Spool, codec: Codec) -> None:
+        self.spool = spool
+        self.codec = codec
+        self._queue: queue.Queue[Piece] = queue.Queue(maxsize=QUEUE_SIZE)
+        self._stream: Any = None
+        self._unfinished: dict[int, list[Piece]] = {}
+        self._session: str | None = None
+
+    def start(self) -> None:
+        """Start the writing thread."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(
+        self, ticket: Ticket, prefix: int, input_ids: Tensor, aux: list[Tensor], final: Tensor
+    ) -> None:
+        """Take n rows: input_ids [n], aux states [n, ...] to be laid side by side, final [n, H]."""
+        if not final.is_cuda:
+            copies = {k: v.clone() for k, v in self._encoded(input_ids, aux, final).items()}
+            self._queue.put(Piece(ticket, prefix, copies, None))
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(final.device)
+        self._stream.wait_stream(torch.cuda.current_stream(final.device))
+        with torch.cuda.stream(self._stream):
+            encoded = self._encoded(input_ids, aux, final)
+            copies = {k: _to_pinned(v) for k, v in encoded.items()}
+            copied = self._stream.record_event()
+        for tensor in (input_ids, *aux, final):
+            tensor.record_stream(self._stream)  # not to be reused before we have read it
+        self._queue.put(Piece(ticket, prefix, copies, copied))
+
+    def _encoded(self, input_ids: Tensor, aux: list[Tensor], final: Tensor) -> dict[str, Tensor]:
+        side_by_side = aux[0] if len(aux) == 1 else torch.cat(aux, dim=-1)
+        states = self.codec.encode(aux=side_by_side, final=final)
+        return {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
+
+    def _run(self) -> None:
+        while True:
+            piece = self._queue.get()
+            try:
+                if piece.copied is not None:
+                    piece.copied.synchronize()
+                self._take(piece)
+            except Exception:
+                log.exception("sample %s", piece.ticket)
+                self._give_up(piece.ticket, traceback.format_exc(limit=-3))
+
+    def _take(self, piece: Piece) -> None:
+        ticket = piece.ticket
+        if ticket.session != self._session:  # another client: nobody waits for the old one's rest
+            self._unfinished.clear()
+            self._session = ticket.session
+        known = self._unfinished.setdefault(ticket.number, [])
+        if piece.prefix == 0 or (known and known[0].ticket != ticket):
+            known.clear()  # a retracted request starts over, a retry takes over
+        known.append(piece)
+        if piece.end == ticket.num_tokens:
+            del self._unfinished[ticket.number]
+            if ticket.session == self.spool.current_session():
+                self.spool.write(ticket, _join(known))
+
+    def _give_up(self, ticket: Ticket, reason: str) -> None:
+        self._unfinished.pop(ticket.number, None)
+        try:
+            self.spool.fail(ticket, reason)
+        except OSError:  # no room even for that: the client will notice that nothing comes
+            log.exception("sample %s: cannot be reported", ticket)
+
+
+def _join(pieces: list[Piece]) -> dict[str, Tensor]:
+    """One sample of all its pieces; every row once."""
+    expected = 0
+    for piece in pieces:
+        if piece.prefix != expected:
+            raise RuntimeError(f"rows {expected}..{piece.prefix} of {piece.ticket} were not seen")
+        expected = piece.end
+    last = pieces[-1].tensors.pop("last")[0]
+    columns = [piece.tensors for piece in pieces]
+    joined = {key: torch.cat([c[key] for c in columns]) for key in columns[-1]}
+    return {**joined, "last": last}
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """Start a copy to pinned memory on the current stream."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
