@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle3.store.codecs import Codec
-from extraction.spool import Spool, Ticket
+from extraction.spool import Session, Spool, Ticket
 
 log = logging.getLogger(__name__)
 QUEUE_SIZE = 64
@@ -45,13 +45,12 @@ class Piece:
 class Assembler:
     """Takes pieces from the forward, writes samples to the spool."""
 
-    def __init__(self, spool: Spool, codec: Codec) -> None:
+    def __init__(self, spool: Spool) -> None:
         self.spool = spool
-        self.codec = codec
+        self._session: Session | None = None
         self._queue: queue.Queue[Piece] = queue.Queue(maxsize=QUEUE_SIZE)
         self._stream: Any = None
-        self._unfinished: dict[int, list[Piece]] = {}
-        self._session: str | None = None
+        self._unfinished: dict[Ticket, list[Piece]] = {}
 
     def start(self) -> None:
         """Start the writing thread."""
@@ -60,26 +59,29 @@ class Assembler:
     def add(
         self, ticket: Ticket, prefix: int, input_ids: Tensor, aux: list[Tensor], final: Tensor
     ) -> None:
-        """Take n rows: input_ids [n], aux states [n, ...] to be laid side by side, final [n, H]."""
+        """Take n rows: input_ids [n], aux states [n, ...] to be laid side by side, final [n, H].
+
+        Rows of a client that is gone are dropped.
+        """
+        if self._session is None or self._session.name != ticket.session:
+            self._session = self.spool.current_session()
+        if self._session is None or self._session.name != ticket.session:
+            return
+        codec = self._session.codec
         if not final.is_cuda:
-            copies = {k: v.clone() for k, v in self._encoded(input_ids, aux, final).items()}
+            copies = {k: v.clone() for k, v in _encoded(codec, input_ids, aux, final).items()}
             self._queue.put(Piece(ticket, prefix, copies, None))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(final.device)
         self._stream.wait_stream(torch.cuda.current_stream(final.device))
         with torch.cuda.stream(self._stream):
-            encoded = self._encoded(input_ids, aux, final)
+            encoded = _encoded(codec, input_ids, aux, final)
             copies = {k: _to_pinned(v) for k, v in encoded.items()}
             copied = self._stream.record_event()
         for tensor in (input_ids, *aux, final):
             tensor.record_stream(self._stream)  # not to be reused before we have read it
         self._queue.put(Piece(ticket, prefix, copies, copied))
-
-    def _encoded(self, input_ids: Tensor, aux: list[Tensor], final: Tensor) -> dict[str, Tensor]:
-        side_by_side = aux[0] if len(aux) == 1 else torch.cat(aux, dim=-1)
-        states = self.codec.encode(aux=side_by_side, final=final)
-        return {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
 
     def _run(self) -> None:
         while True:
@@ -94,24 +96,38 @@ class Assembler:
 
     def _take(self, piece: Piece) -> None:
         ticket = piece.ticket
-        if ticket.session != self._session:  # another client: nobody waits for the old one's rest
-            self._unfinished.clear()
-            self._session = ticket.session
-        known = self._unfinished.setdefault(ticket.number, [])
-        if piece.prefix == 0 or (known and known[0].ticket != ticket):
-            known.clear()  # a retracted request starts over, a retry takes over
+        for old in [t for t in self._unfinished if _superseded(t, ticket)]:
+            del self._unfinished[old]
+        known = self._unfinished.setdefault(ticket, [])
+        if piece.prefix == 0:
+            known.clear()  # a retracted request starts over
         known.append(piece)
         if piece.end == ticket.num_tokens:
-            del self._unfinished[ticket.number]
-            if ticket.session == self.spool.current_session():
+            del self._unfinished[ticket]
+            session = self.spool.current_session()
+            if session is not None and session.name == ticket.session:
                 self.spool.write(ticket, _join(known))
 
     def _give_up(self, ticket: Ticket, reason: str) -> None:
-        self._unfinished.pop(ticket.number, None)
+        self._unfinished.pop(ticket, None)
         try:
             self.spool.fail(ticket, reason)
         except OSError:  # no room even for that: the client will notice that nothing comes
             log.exception("sample %s: cannot be reported", ticket)
+
+
+def _superseded(old: Ticket, new: Ticket) -> bool:
+    """Whether nobody waits for the old one any more: its client is gone, or tries again."""
+    retried = old.number == new.number and old.attempt < new.attempt
+    return old.session != new.session or retried
+
+
+def _encoded(
+    codec: Codec, input_ids: Tensor, aux: list[Tensor], final: Tensor
+) -> dict[str, Tensor]:
+    side_by_side = aux[0] if len(aux) == 1 else torch.cat(aux, dim=-1)
+    states = codec.encode(aux=side_by_side, final=final)
+    return {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
 
 
 def _join(pieces: list[Piece]) -> dict[str, Tensor]:

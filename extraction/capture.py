@@ -6,7 +6,7 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from eagle3.store.sample import Encoded
 from eagle3.target import Target
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
-from extraction.spool import SPOOL_VARIABLE, CaptureFailed, Spool, Ticket, environment
+from extraction.spool import SPOOL_VARIABLE, CaptureFailed, Session, Spool, Ticket, environment
 
 log = logging.getLogger(__name__)
 CHECKS = 3
@@ -41,7 +41,7 @@ class Station:
 
     client: Client
     spool: Spool
-    session: str
+    session: Session
     secret: str
 
 
@@ -81,7 +81,10 @@ def _request(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """One attempt on one server: the captured tensors and the token the server went on with."""
     ticket = Ticket(
-        session=station.session, number=number, attempt=attempt, num_tokens=len(sample.input_ids)
+        session=station.session.name,
+        number=number,
+        attempt=attempt,
+        num_tokens=len(sample.input_ids),
     )
     reply = station.client.generate(
         sample.input_ids.tolist(),
@@ -118,20 +121,20 @@ def extractor(
         if own:
             for spool in spools:
                 stack.callback(shutil.rmtree, spool.folder, ignore_errors=True)
-        sessions = [stack.enter_context(spool.session()) for spool in spools]
+        sessions = [stack.enter_context(spool.session(codec)) for spool in spools]
         servers = stack.enter_context(
             get_servers(
                 config.server,
                 target.folder,
                 config.run_dir / "logs" / "extract-server.log",
                 args=server_args(),
-                envs=[environment(spool.folder, aux_layers, codec.name) for spool in spools],
+                envs=[environment(spool.folder, aux_layers) for spool in spools],
                 plugins=["eagle3_capture"],
             )
         )
         names = {config.target.path, str(target.folder)}
         facts = [
-            _require_fit(server, spool, aux_layers, codec, names, longest)
+            _require_fit(server, spool, aux_layers, names, longest)
             for server, spool in zip(servers, spools, strict=True)
         ]
         stations = [
@@ -184,8 +187,7 @@ def _require_fit(
     server: Server,
     spool: Spool,
     aux_layers: list[int],
-    codec: Codec,
-    names: Sequence[str] | set[str],
+    names: set[str],
     longest: int,
 ) -> dict[str, Any]:
     """Refuse a server whose plugin is missing, failed, or captures something else; return what is
@@ -202,9 +204,10 @@ def _require_fit(
             f"{server.url} answers, but its capture plugin is not active. Is eagle3 installed in "
             f"the server's environment, and {SPOOL_VARIABLE}={spool.folder} set?"
         )
-    for what, wanted in (("aux_layers", aux_layers), ("codec", codec.name)):
-        if found[what] != wanted:
-            raise UserError(f"{server.url} captures {what} {found[what]}, this run {wanted}")
+    if found["aux_layers"] != aux_layers:
+        raise UserError(
+            f"{server.url} captures layers {found['aux_layers']}, this run {aux_layers}"
+        )
     if found["model_path"] not in names:
         raise UserError(f"{server.url} serves {found['model_path']}, not {sorted(names)}")
     info = server.client.info()

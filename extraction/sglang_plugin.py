@@ -26,10 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from eagle3.layers import to_sglang
-from eagle3.store import codecs
-from eagle3.store.codecs import Codec
 from extraction.assembler import Assembler
-from extraction.spool import CODEC_VARIABLE, LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
+from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
 
 log = logging.getLogger(__name__)
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -47,8 +45,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     spool = Spool(Path(folder))
-    codec = codecs.get(os.environ[CODEC_VARIABLE])
-    capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]), codec)
+    capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]))
     _check_signatures()
     HookRegistry.register(LOAD_MODEL, capture.after_load, HookType.AFTER)
     HookRegistry.register(LOGITS, capture.around_logits, HookType.AROUND)
@@ -74,12 +71,12 @@ def _check_signatures() -> None:
 class Capture:
     """Hooks of one process."""
 
-    def __init__(self, spool: Spool, aux_layers: list[int], codec: Codec) -> None:
+    def __init__(self, spool: Spool, aux_layers: list[int]) -> None:
         self.spool = spool
         self.aux_layers = aux_layers
         self.secret = spool.secret
         self.writes = False
-        self.assembler = Assembler(spool, codec)
+        self.assembler = Assembler(spool)
 
     def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Set the target's layers once its weights are loaded."""
@@ -110,7 +107,6 @@ class Capture:
                 {
                     "pid": os.getpid(),
                     "aux_layers": self.aux_layers,
-                    "codec": self.assembler.codec.name,
                     "architecture": architecture,
                     "model_path": server_args.model_path,
                     "dtype": str(runner.dtype).removeprefix("torch."),

@@ -2,7 +2,8 @@
 process.
 
     secret           token that a request's rid must carry to be captured
-    session          the client at work, if any; the server drops what others asked for
+    session          the client at work, if any, and the codec it wants; the server drops what
+                     others asked for
     capture.json     what the server's plugin is set up to capture; written once it is
     error.json       why the plugin refused to work
     <session>-<number>.<attempt>.safetensors   one captured sample
@@ -14,7 +15,7 @@ names come from integers only.
 
 `extract` makes the spools of the servers it starts. For a server of your own:
 
-    python -m extraction.spool /dev/shm/eagle3 2,16,29 fp8
+    python -m extraction.spool /dev/shm/eagle3 2,16,29
 
 makes one and prints the environment and flags to start that server with.
 """
@@ -37,10 +38,10 @@ from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.manifest import write_json
 from eagle3.store import codecs
+from eagle3.store.codecs import Codec
 
 SPOOL_VARIABLE = "EAGLE3_CAPTURE_SPOOL"
 LAYERS_VARIABLE = "EAGLE3_CAPTURE_LAYERS"
-CODEC_VARIABLE = "EAGLE3_CAPTURE_CODEC"
 _RID = re.compile(r"e3-([0-9a-f]{32})-([0-9a-f]{8})-(\d{1,12})-(\d{1,6})-(\d{1,9})")
 KEPT = {"secret", "capture.json", "error.json"}
 """Files of the server, which no client removes."""
@@ -81,6 +82,14 @@ class Ticket:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A client's time at a spool, and how it wants its samples encoded."""
+
+    name: str
+    codec: Codec
+
+
 class Spool:
     """Both ends of the spool folder."""
 
@@ -112,25 +121,26 @@ class Spool:
         return spool
 
     @contextmanager
-    def session(self) -> Iterator[str]:
+    def session(self, codec: Codec) -> Iterator[Session]:
         """Be the one client of this spool; leftovers of earlier ones go, and ours at the end.
 
         Raises:
             UserError: another process is the client.
         """
         with exclusive(self.folder):
-            name = secrets.token_hex(4)
-            write_json(self.folder / "session", name)
+            session = Session(secrets.token_hex(4), codec)
+            write_json(self.folder / "session", {"name": session.name, "codec": codec.name})
             self._sweep({*KEPT, "session"})
             try:
-                yield name
+                yield session
             finally:
                 (self.folder / "session").unlink(missing_ok=True)
                 self._sweep(KEPT)
 
-    def current_session(self) -> str | None:
+    def current_session(self) -> Session | None:
         """Server side: whose requests to serve."""
-        return self._read("session")
+        found = self._read("session")
+        return None if found is None else Session(found["name"], codecs.get(found["codec"]))
 
     def _sweep(self, kept: set[str]) -> None:
         for path in self.folder.iterdir():
@@ -200,35 +210,32 @@ class Spool:
             return None
 
 
-def environment(folder: Path, aux_layers: list[int], codec: str) -> dict[str, str]:
+def environment(folder: Path, aux_layers: list[int]) -> dict[str, str]:
     """Variables that make a server capture into a spool."""
     return {
         SPOOL_VARIABLE: str(folder),
         LAYERS_VARIABLE: json.dumps(aux_layers, separators=(",", ":")),
-        CODEC_VARIABLE: codec,
     }
 
 
 def main() -> None:
     """Make a spool for a server that somebody else starts, on this host."""
-    usage = "usage: python -m extraction.spool FOLDER LAYER,LAYER,... [CODEC]"
-    if len(sys.argv) not in (3, 4) or not re.fullmatch(r"\d+(,\d+)*", sys.argv[2]):
-        sys.stderr.write(usage + "\n")
+    if len(sys.argv) != 3 or not re.fullmatch(r"\d+(,\d+)*", sys.argv[2]):
+        sys.stderr.write("usage: python -m extraction.spool FOLDER LAYER,LAYER,...\n")
         raise SystemExit(2)
     folder = Path(sys.argv[1]).resolve()
     try:
-        codec = codecs.get(sys.argv[3] if len(sys.argv) == 4 else "bf16").name
         Spool.create(folder)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
     layers = [int(part) for part in sys.argv[2].split(",")]
-    variables = [f"{k}={v}" for k, v in environment(folder, layers, codec).items()]
+    variables = [f"{k}={v}" for k, v in environment(folder, layers).items()]
     sys.stdout.write(
         f"export SGLANG_PLUGINS=eagle3_capture {' '.join(variables)}\n"
         "# python -m sglang.launch_server ... --disable-radix-cache --disable-cuda-graph\n"
         "# python -m extraction.extract ... "
-        f"'server.urls=[http://HOST:PORT]' 'extract.spools=[{folder}]' codec={codec}\n"
+        f"'server.urls=[http://HOST:PORT]' 'extract.spools=[{folder}]'\n"
     )
 
 

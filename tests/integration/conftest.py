@@ -51,7 +51,7 @@ def capture_server(
         target.folder,
         folder / "server.log",
         args=server_args(),
-        envs=[environment(spool.folder, AUX_LAYERS, "fp32")],
+        envs=[environment(spool.folder, AUX_LAYERS)],
         plugins=["eagle3_capture"],
     ) as (server,):
         yield CaptureServer(server, spool)

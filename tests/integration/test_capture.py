@@ -101,7 +101,7 @@ def test_only_requests_with_the_secret_are_captured(
     (sample,) = make_samples(target, [30], seed=3)
     sampling = {"max_new_tokens": 1, "temperature": 0}
     secret, folder = capture_server.spool.secret, capture_server.spool.folder
-    session = capture_server.spool.current_session()
+    (session,) = {s.value.session.name for s in capturing.pool._members}
     before = sorted(p.name for p in folder.iterdir())
     for rid in (
         None,
@@ -118,7 +118,7 @@ def test_only_requests_with_the_secret_are_captured(
 def test_the_plugin_says_what_it_captures(capture_server: CaptureServer, target: Target) -> None:
     facts = capture_server.spool.capture()
     assert facts is not None
-    assert facts["aux_layers"] == AUX_LAYERS and facts["codec"] == "fp32"
+    assert facts["aux_layers"] == AUX_LAYERS
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["dtype"] == "float32" and facts["chunked_prefill_size"] == CHUNK
 
@@ -131,24 +131,21 @@ def test_samples_up_to_the_servers_limit_are_captured_and_longer_ones_refused(
     (found,) = capture_all(capturing, [sample], 1)
     close(found.tensors["aux.values"], expected(model, sample)[0])
     names = {str(target.folder)}
-    codec = codecs.get("fp32")
     place = (capture_server.server, capture_server.spool)
-    assert _require_fit(*place, AUX_LAYERS, codec, names, limit - 1)["dtype"] == "float32"
+    assert _require_fit(*place, AUX_LAYERS, names, limit - 1)["dtype"] == "float32"
     with pytest.raises(UserError, match=f"has {limit} tokens"):
-        _require_fit(*place, AUX_LAYERS, codec, names, limit)
+        _require_fit(*place, AUX_LAYERS, names, limit)
 
 
 def test_a_server_that_captures_something_else_is_refused(
     capture_server: CaptureServer, target: Target
 ) -> None:
-    names, codec = {str(target.folder)}, codecs.get("fp32")
+    names = {str(target.folder)}
     place = (capture_server.server, capture_server.spool)
-    with pytest.raises(UserError, match=r"captures aux_layers \[1, 3, 4\], this run \[1, 2, 3\]"):
-        _require_fit(*place, [1, 2, 3], codec, names, 1)
-    with pytest.raises(UserError, match="captures codec fp32, this run bf16"):
-        _require_fit(*place, AUX_LAYERS, codecs.get("bf16"), names, 1)
+    with pytest.raises(UserError, match=r"captures layers \[1, 3, 4\], this run \[1, 2, 3\]"):
+        _require_fit(*place, [1, 2, 3], names, 1)
     with pytest.raises(UserError, match="serves"):
-        _require_fit(*place, AUX_LAYERS, codec, {"another/model"}, 1)
+        _require_fit(*place, AUX_LAYERS, {"another/model"}, 1)
 
 
 def test_two_clients_cannot_share_a_spool(
@@ -156,6 +153,6 @@ def test_two_clients_cannot_share_a_spool(
 ) -> None:
     with (
         pytest.raises(UserError, match="another process is at work"),
-        capture_server.spool.session(),
+        capture_server.spool.session(codecs.get("fp32")),
     ):
         pass

@@ -16,6 +16,7 @@ from extraction.spool import CaptureFailed, Spool, Ticket
 
 SECRET = "0123456789abcdef" * 2
 SESSION = "0badcafe"
+FP32 = codecs.get("fp32")
 
 
 def ticket(**fields: int) -> Ticket:
@@ -87,12 +88,12 @@ def test_a_session_leaves_no_orphan_and_takes_none_over(tmp_path: Path) -> None:
     kept = {"secret", "capture.json"}
     spool.write(ticket(number=1, attempt=0, num_tokens=3), {"input_ids": torch.arange(3)})
     (spool.folder / f"{SESSION}-2.0.tmp").write_bytes(b"half")
-    with spool.session() as session:
+    with spool.session(FP32) as session:
         assert {p.name for p in spool.folder.iterdir()} == {*kept, "session"}
         assert spool.current_session() == session
-        late = Ticket(session=session, number=4, attempt=0, num_tokens=3)
+        late = Ticket(session=session.name, number=4, attempt=0, num_tokens=3)
         spool.write(late, {"input_ids": torch.arange(3)})
-        with pytest.raises(UserError, match="another process"), spool.session():
+        with pytest.raises(UserError, match="another process"), spool.session(FP32):
             pass
     assert spool.current_session() is None
     assert {p.name for p in spool.folder.iterdir()} == kept
@@ -134,11 +135,12 @@ def forward(
 @pytest.mark.parametrize("packed", [True, False])
 def test_chunks_of_interleaved_requests_are_joined(tmp_path: Path, packed: bool) -> None:
     spool = Spool.create(tmp_path / "s")
-    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture = Capture(spool, [1, 2])
     capture.assembler.start()
-    with spool.session() as session:
+    with spool.session(FP32) as session:
         a, b = (
-            Ticket(session=session, number=n, attempt=0, num_tokens=t) for n, t in ((0, 5), (1, 2))
+            Ticket(session=session.name, number=n, attempt=0, num_tokens=t)
+            for n, t in ((0, 5), (1, 2))
         )
         rows = torch.arange(10.0)
         first = [(a.rid(spool.secret), 2, 0), ("somebody else", 3, 0)]
@@ -157,11 +159,11 @@ def test_a_sample_that_cannot_be_captured_is_reported_and_the_next_one_is_fine(
     tmp_path: Path,
 ) -> None:
     spool = Spool.create(tmp_path / "s")
-    capture = Capture(spool, [1, 2], codecs.get("bf16"))
+    capture = Capture(spool, [1, 2])
     capture.assembler.start()
-    with spool.session() as session:
+    with spool.session(FP32) as session:
         bad, retry, other = (
-            Ticket(session=session, number=n, attempt=a, num_tokens=4)
+            Ticket(session=session.name, number=n, attempt=a, num_tokens=4)
             for n, a in ((0, 0), (0, 1), (1, 0))
         )
         rows = torch.arange(4.0)
@@ -178,14 +180,14 @@ def test_a_sample_that_cannot_be_captured_is_reported_and_the_next_one_is_fine(
 
 def test_requests_of_a_client_that_is_gone_are_dropped(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "s")
-    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture = Capture(spool, [1, 2])
     capture.assembler.start()
     rows = torch.arange(4.0)
-    with spool.session() as old:
-        dead = Ticket(session=old, number=0, attempt=0, num_tokens=4)
+    with spool.session(FP32) as old:
+        dead = Ticket(session=old.name, number=0, attempt=0, num_tokens=4)
         forward(capture, rows[:2], [(dead.rid(spool.secret), 2, 0)])
-    with spool.session() as new:
-        live = Ticket(session=new, number=0, attempt=0, num_tokens=4)
+    with spool.session(FP32) as new:
+        live = Ticket(session=new.name, number=0, attempt=0, num_tokens=4)
         forward(capture, rows[2:], [(dead.rid(spool.secret), 2, 2)])
         forward(capture, rows[:3] + 10, [(live.rid(spool.secret), 3, 0)])
         forward(capture, rows[3:] + 10, [(live.rid(spool.secret), 1, 3)])
@@ -198,15 +200,15 @@ def test_a_full_spool_is_told_to_the_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = Spool.create(tmp_path / "s")
-    capture = Capture(spool, [1, 2], codecs.get("fp32"))
+    capture = Capture(spool, [1, 2])
     capture.assembler.start()
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with spool.session() as session:
-        mine = Ticket(session=session, number=0, attempt=0, num_tokens=4)
+    with spool.session(FP32) as session:
+        mine = Ticket(session=session.name, number=0, attempt=0, num_tokens=4)
         forward(capture, torch.arange(4.0), [(mine.rid(spool.secret), 4, 0)])
         with pytest.raises(CaptureFailed, match="No space left"):
             drain(spool, [mine])

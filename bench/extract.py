@@ -1,0 +1,282 @@
+"""What capturing costs: prefill throughput with and without it, on the same prompts.
+
+    python bench/extract.py --model FOLDER --out bench/results/extract_cpu.json
+    python bench/extract.py --shape llama-3.1-8b --out bench/results/h200_extract.json
+
+Two servers of the same target run side by side, one plain, one with the capture plugin; only one at
+a time has work. A round sends the same prompts to both; capturing goes the whole way, through
+spool, verification and shards on disk. `--shape` makes a target of random weights with a real
+model's shape. `--offline` adds the way without a server: Hugging Face's forward, one prompt at a
+time, and a torch.save each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3 import provenance
+from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.manifest import Manifest, write_json
+from eagle3.serving.client import in_order
+from eagle3.serving.from_config import get_servers
+from eagle3.serving.server import Server
+from eagle3.store import codecs
+from eagle3.store.sample import Encoded
+from eagle3.store.writer import KIND, StoreWriter
+from eagle3.target import Target
+from extraction.capture import extractor, server_args
+from extraction.samples import TokenSample
+from extraction.spool import Spool, environment
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One codec: medians over the rounds.
+
+    ratio: capture_tok_s / plain_tok_s of the same rounds. spool_gb_s: bytes through the spool.
+    gpu_gib: GPU memory in use by both servers at the end, None without a GPU.
+    """
+
+    codec: str
+    plain_tok_s: float
+    capture_tok_s: float
+    ratio: float
+    bytes_per_token: float
+    spool_gb_s: float
+    gpu_gib: float | None
+
+
+def random_target(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:
+    """A Llama of random bf16 weights and some tokenizer's files, on disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return folder
+
+
+def prompts(target: Target, tokens: int, shortest: int, longest: int) -> list[TokenSample]:
+    """Random documents of ragged lengths, about `tokens` in all; the second half is answer."""
+    rng, samples, taken = random.Random(0), [], 0
+    while taken < tokens:
+        length = rng.randint(shortest, longest)
+        ids = [rng.randrange(3, target.vocab_size) for _ in range(length)]
+        mask = [0] * (length // 2) + [1] * (length - length // 2)
+        samples.append(TokenSample.of(str(len(samples)), ids, mask))
+        taken += length
+    return samples
+
+
+def plain(server: Server, samples: list[TokenSample], concurrency: int) -> float:
+    """Tokens per second of prefilling, nothing captured."""
+
+    def work(sample: TokenSample) -> None:
+        sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+        server.client.generate(sample.input_ids.tolist(), sampling)
+
+    start = time.perf_counter()
+    for _ in in_order(work, samples, concurrency):
+        pass
+    return sum(len(s.input_ids) for s in samples) / (time.perf_counter() - start)
+
+
+def captured(
+    config: Config, target: Target, layers: list[int], codec: str, samples: list[TokenSample]
+) -> tuple[float, float]:
+    """Tokens per second and bytes per token of capturing into a store."""
+    with (
+        tempfile.TemporaryDirectory(dir=config.runs_dir) as folder,
+        extractor(config, target, layers, codecs.get(codec), longest=1) as servers,
+    ):
+        manifest = Manifest(kind=KIND, match={"codec": codec})
+        writer = StoreWriter(Path(folder) / "store", manifest, config.extract.shard_bytes)
+
+        def work(number: int) -> Encoded:
+            found = servers.capture(number, samples[number])
+            assert isinstance(found, Encoded), found
+            _ = found.sha256
+            return found
+
+        start, size = time.perf_counter(), 0
+        found = in_order(work, range(len(samples)), config.extract.concurrency)
+        for number, sample in enumerate(found):
+            size += sample.nbytes
+            writer.append(number, sample)
+        writer.finish({})
+        seconds = time.perf_counter() - start
+    tokens = sum(len(s.input_ids) for s in samples)
+    return tokens / seconds, size / tokens
+
+
+@torch.no_grad()
+def offline(target: Target, layers: list[int], samples: list[TokenSample], folder: Path) -> float:
+    """Tokens per second of Hugging Face's forward and a torch.save for each prompt."""
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype).eval().to(device)
+
+    def forward(sample: TokenSample) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(sample.input_ids).long().to(device)[None]
+        states = model(ids, output_hidden_states=True, logits_to_keep=1).hidden_states
+        aux = torch.cat([states[k][0] for k in layers], dim=-1)
+        return {"aux": aux.cpu(), "final": states[-1][0].cpu()}
+
+    forward(samples[0])
+    start = time.perf_counter()
+    for number, sample in enumerate(samples):
+        torch.save(forward(sample), folder / f"{number % 64}.pt")
+    return sum(len(s.input_ids) for s in samples) / (time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def both(config: ServerConfig, target: Target, layers: list[int]) -> Iterator[tuple[Any, ...]]:
+    """A plain and a capturing server of the same target, and the latter's spool."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+        spool = Spool.create(Path(scratch) / "spool")
+        log = Path(scratch)
+        servers = contextlib.ExitStack()
+        with servers:
+            (bare,) = servers.enter_context(
+                get_servers(config, target.folder, log / "plain.log", args=server_args())
+            )
+            (capturing,) = servers.enter_context(
+                get_servers(
+                    config,
+                    target.folder,
+                    log / "capture.log",
+                    args=server_args(),
+                    envs=[environment(spool.folder, layers)],
+                    plugins=["eagle3_capture"],
+                )
+            )
+            yield bare, capturing, spool
+
+
+def gpu_gib() -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="target, or the tokenizer's files with --shape")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, nargs="+", help="default: 2, n / 2, n - 3")
+    parser.add_argument("--codecs", nargs="+", default=["bf16", "fp8", "int6", "int4"])
+    parser.add_argument("--tokens", type=int, default=200_000, help="of one round")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(200, 2000))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--server", default="{}", help="more SGLang arguments, as JSON")
+    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model
+        if arguments.shape:
+            shape = SHAPES[arguments.shape]
+            folder = random_target(Path(scratch) / arguments.shape, shape, arguments.model)
+        target = Target(folder=folder)
+        layers = target.aux_layers(arguments.layers)
+        samples = prompts(target, arguments.tokens, *arguments.lengths)
+        config = Config(
+            run_name="bench",
+            runs_dir=scratch,
+            target=TargetConfig(path=str(folder)),
+            server=ServerConfig(args=json.loads(arguments.server), deadline_s=900),
+        )
+        config.extract.concurrency = arguments.concurrency
+        table: list[Row] = []
+        with both(config.server, target, layers) as (bare, capturing, spool):
+            config.server.urls = [capturing.url]
+            config.extract.spools = [str(spool.folder)]
+            plain(bare, samples[:8], 8), plain(capturing, samples[:8], 8)  # warm both up
+            for codec in arguments.codecs:
+                speeds: dict[str, list[float]] = {"plain": [], "capture": []}
+                size = 0.0
+                for _ in range(arguments.rounds):
+                    speeds["plain"].append(plain(bare, samples, arguments.concurrency))
+                    speed, size = captured(config, target, layers, codec, samples)
+                    speeds["capture"].append(speed)
+                medians = {k: statistics.median(v) for k, v in speeds.items()}
+                table.append(
+                    Row(
+                        codec=codec,
+                        plain_tok_s=medians["plain"],
+                        capture_tok_s=medians["capture"],
+                        ratio=medians["capture"] / medians["plain"],
+                        bytes_per_token=size,
+                        spool_gb_s=size * medians["capture"] / 1e9,
+                        gpu_gib=gpu_gib(),
+                    )
+                )
+                sys.stdout.write(json.dumps(asdict(table[-1])) + "\n")
+                sys.stdout.flush()
+                save(arguments, target, samples, table, {})
+        if arguments.offline:
+            speed = offline(target, layers, samples, Path(scratch))
+            sys.stdout.write(f"offline forward and torch.save: {speed:.0f} tok/s\n")
+            save(arguments, target, samples, table, {"offline_tok_s": speed})
+
+
+def save(
+    arguments: argparse.Namespace,
+    target: Target,
+    samples: list[TokenSample],
+    table: list[Row],
+    more: dict[str, Any],
+) -> None:
+    """Write the rows, each with what it takes to measure it again."""
+    facts = {
+        "target": arguments.shape or arguments.model.name,
+        "hidden_size": target.hidden_size,
+        "tokens": sum(len(s.input_ids) for s in samples),
+        "lengths": list(arguments.lengths),
+        "concurrency": arguments.concurrency,
+        "rounds": arguments.rounds,
+        "command": " ".join(["python", *sys.argv]),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    write_json(arguments.out, [asdict(row) | more | facts for row in table])
+
+
+if __name__ == "__main__":
+    main()
