@@ -231,6 +231,9 @@ class EvalConfig:
     speculative_url: str | None = None
     """Likewise one that serves the drafter; it must run with this configuration's settings."""
     offline: bool = True
+    """Predict the acceptance first, on held-out samples of the store."""
+    offline_samples: int = 100
+    """At most so many: each is walked step by step, about a second of one core."""
     require_identical: bool = False
     """Exit non-zero unless every greedy output is the same with and without the drafter."""
 

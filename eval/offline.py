@@ -56,7 +56,7 @@ def offline(config: Config) -> dict[str, Any]:
     require_match(wanted, reader.manifest.match, f"the store in {config.store_dir}", remedy)
     if manifest.inputs["store"] != reader.manifest.hash():
         raise UserError(f"{config.drafter_dir} was trained on another store. {remedy}")
-    numbers = manifest.facts["validation_samples"]
+    numbers = manifest.facts["validation_samples"][: config.eval.offline_samples]
     if not numbers:
         raise UserError("the drafter was trained without validation samples to evaluate on")
     histograms: list[list[int]] = []

@@ -1,0 +1,195 @@
+"""The whole road on one GPU, from prompts to the live comparison, timed.
+
+    python bench/story.py --experiment smollm2_h200 --greedy gsm8k_train.jsonl,arena_hard.jsonl \
+      --sampled instructions.jsonl --benchmark gsm8k=gsm8k_test.jsonl,mt_bench=question.jsonl \
+      --out bench/results/h200_story.json
+
+The target answers every --greedy prompt greedily and every --sampled prompt --samples times with
+--temperature. All answers are captured into one store. One drafter is trained for each --variant
+(overrides, side by side on the GPU); the one with the best validation accept length is exported
+and measured. The plain server that answers also is the plain side of the comparison; it and the
+capturing server are started once. Everything resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3 import provenance
+from eagle3.config import Config, from_dict_config
+from eagle3.manifest import write_json
+from eagle3.serving.from_config import get_servers
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from extraction.capture import default_spools, server_args
+from extraction.spool import Spool, environment
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The configuration that `make train` would see."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_dict_config(hydra_compose("train", overrides=list(overrides)))
+
+
+class Story:
+    """A run of the commands, with the seconds each took."""
+
+    def __init__(self, overrides: list[str], logs: Path) -> None:
+        self.overrides, self.logs = overrides, logs
+        self.seconds: dict[str, float] = {}
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, name: str, module: str, *more: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, *self.overrides, *more]
+        with (self.logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def wait(self, name: str, *processes: subprocess.Popen[bytes], since: float) -> None:
+        if any([process.wait() != 0 for process in processes]):
+            raise SystemExit(f"{name} failed: see {self.logs}/{name}*.log")
+        self.seconds[name] = round(time.monotonic() - since, 1)
+        say(f"{name}: {self.seconds[name]:.0f} s")
+
+    def run(self, name: str, module: str, *more: str) -> None:
+        since = time.monotonic()
+        self.wait(name, self.start(name, module, *more), since=since)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def joined(files: str, copies: int, out: Path) -> Path:
+    """Rows of several JSON Lines files, each so many times, under ids that say where from."""
+    with out.open("w", encoding="utf-8") as file:
+        for source in map(Path, files.split(",")):
+            for number, line in enumerate(source.open(encoding="utf-8")):
+                row = json.loads(line)
+                for copy in range(copies):
+                    row["id"] = f"{source.parent.name}/{source.stem}/{number}/{copy}"
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return out
+
+
+def best(folders: dict[str, Path]) -> tuple[str, dict[str, Any]]:
+    """The variant with the best last validation, and the last validation of all."""
+    last: dict[str, Any] = {}
+    for name, folder in folders.items():
+        rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        found = [row for row in rows if "validation/accept_length" in row][-1]
+        last[name] = {k: v for k, v in found.items() if k.startswith(("validation/", "step"))}
+    return max(last, key=lambda name: last[name]["validation/accept_length"]), last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--experiment", default="smollm2_h200")
+    parser.add_argument("--greedy", required=True)
+    parser.add_argument("--sampled", required=True)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--benchmark", required=True, help="name=file, comma-separated")
+    parser.add_argument("--limit", type=int, default=64, help="prompts of each benchmark")
+    parser.add_argument("--variant", action="append", default=[], help="name:overrides for train")
+    parser.add_argument("--override", action="append", default=[])
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    overrides = [f"experiment={arguments.experiment}", "logger=jsonl", *arguments.override]
+    config = compose(overrides)
+    target = Target.from_config(config.target)
+    layers = target.aux_layers(config.target.aux_layers)
+    run = config.run_dir
+    run.mkdir(parents=True, exist_ok=True)
+    story = Story(overrides, run / "logs")
+    greedy = joined(arguments.greedy, 1, run / "greedy.jsonl")
+    sampled = joined(arguments.sampled, arguments.samples, run / "sampled.jsonl")
+    spool = Spool.create(default_spools(config)[0])
+    since = time.monotonic()
+    plain_args = {"disable_radix_cache": True}
+    with get_servers(config.server, target.folder, run / "logs" / "plain.log", args=plain_args) as (
+        plain,
+    ):
+        with get_servers(
+            config.server,
+            target.folder,
+            run / "logs" / "capture.log",
+            args=server_args(),
+            envs=[environment(spool.folder, layers)],
+            plugins=["eagle3_capture"],
+        ) as (capturing,):
+            story.seconds["servers"] = round(time.monotonic() - since, 1)
+            say(f"servers: {story.seconds['servers']:.0f} s")
+            url = f"server.urls=[{plain.url}]"
+            story.run("respond", "extraction.respond", url, f"data.prompts={greedy}")
+            other = f"{config.run_name}_sampled"
+            story.run(
+                "respond_sampled", "extraction.respond", url, f"run_name={other}",
+                f"data.prompts={sampled}", f"respond.temperature={arguments.temperature}",
+            )  # fmt: skip
+            story.run(
+                "extract", "extraction.extract", f"server.urls=[{capturing.url}]",
+                f"extract.spools=[{spool.folder}]",
+                f"data.conversations=[{Path(config.runs_dir) / other}/responses/responses.jsonl]",
+            )  # fmt: skip
+        variants = dict(v.split(":", 1) for v in arguments.variant) or {"as_configured": ""}
+        folders = {name: run / f"train_{name}" for name in variants}
+        since = time.monotonic()
+        trainings = [
+            story.start(f"train_{name}", "training.train", f"train_dir={folders[name]}", *v.split())
+            for name, v in variants.items()
+        ]
+        story.wait("train", *trainings, since=since)
+        chosen, validation = best(folders)
+        say(f"chosen: {chosen}")
+        chosen_overrides = [f"train_dir={folders[chosen]}", *variants[chosen].split()]
+        story.run("export", "training.export", *chosen_overrides)
+        sets = dict(pair.split("=") for pair in arguments.benchmark.split(","))
+        items = [f"{n}:{{path:{p},limit:{arguments.limit}}}" for n, p in sets.items()]
+        story.run(
+            "eval", "eval.live", f"eval.plain_url={plain.url}", "~benchmark",
+            f"+benchmark={{{','.join(items)}}}", *chosen_overrides,
+        )  # fmt: skip
+    store = StoreReader(config.store_dir)
+    labels = int(store.label_counts(range(len(store))).sum())
+    results = json.loads((config.eval_dir / "results.json").read_text())
+    write_json(
+        arguments.out,
+        {
+            **results["benchmarks"],
+            "offline": results["offline"],
+            "data": {
+                "samples": len(store),
+                "tokens": int(store.lengths.sum()),
+                "answer_tokens": labels,
+                "extract": {
+                    k: store.manifest.facts[k] for k in ("tokens_per_s", "rejected", "servers")
+                },
+            },
+            "training": {"chosen": chosen, "validation": validation, "variants": variants},
+            "seconds": story.seconds,
+            "command": " ".join(["python", *sys.argv]),
+            "machine": provenance.machine(),
+            "versions": provenance.versions(),
+            "date": time.strftime("%Y-%m-%d"),
+        },
+    )
+    say(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
