@@ -4,10 +4,12 @@ The canonical id k is an index into Hugging Face's `output_hidden_states`: the r
 k decoder layers (0 = embeddings). It is what configs, manifests and stores hold. Engines differ:
 
 - SGLang, Llama-like models: `set_eagle3_layers_to_capture(ids)` adds 1 to every id, so it
-  wants k - 1.
+  wants k - 1 (-1 for the embeddings).
 - SGLang, DeepSeek-like models: takes k as it is, unless the first id is 1, when it adds 1 to all.
 
 Both end up with the canonical ids in `model.layers_to_capture`, which the capture plugin checks.
+That a model then exposes the residual stream at those places is proven for each architecture of
+the table against Hugging Face, on a real server: tests/integration/test_families.py.
 """
 
 from __future__ import annotations
@@ -27,27 +29,43 @@ class Family(Enum):
 
 FAMILIES = {
     "LlamaForCausalLM": Family.LLAMA_LIKE,
+    "MistralForCausalLM": Family.LLAMA_LIKE,
+    "Phi3ForCausalLM": Family.LLAMA_LIKE,
     "Qwen2ForCausalLM": Family.LLAMA_LIKE,
     "Qwen3ForCausalLM": Family.LLAMA_LIKE,
     "Qwen3MoeForCausalLM": Family.LLAMA_LIKE,
+    "Glm4MoeForCausalLM": Family.LLAMA_LIKE,
+    "Glm4MoeLiteForCausalLM": Family.DEEPSEEK_LIKE,
     "DeepseekV2ForCausalLM": Family.DEEPSEEK_LIKE,
     "DeepseekV3ForCausalLM": Family.DEEPSEEK_LIKE,
     "KimiK25ForConditionalGeneration": Family.DEEPSEEK_LIKE,
 }
+"""Architecture in config.json (and SGLang's class of that name) -> family."""
+
+WRONG_STATES = {
+    "Gemma3ForCausalLM": "SGLang exposes the output of its MLP without the residual stream",
+}
+"""Architectures that SGLang captures, but not as `output_hidden_states` has them."""
 
 
 def family_of(architecture: str) -> Family:
     """Family of a Hugging Face architecture name.
 
     Raises:
-        UserError: the convention of this architecture has not been proven.
+        UserError: the convention of this architecture has not been proven, or is not ours.
     """
-    if architecture not in FAMILIES:
+    if architecture in FAMILIES:
+        return FAMILIES[architecture]
+    if architecture in WRONG_STATES:
         raise UserError(
-            f"the aux-layer convention of {architecture} is not known; known: {sorted(FAMILIES)}. "
-            "Prove it with a probe test and add it to eagle3/layers.py"
+            f"{architecture} cannot be a target: {WRONG_STATES[architecture]}, so what the server "
+            f"gives a drafter is not the layer's hidden state. Known: {sorted(FAMILIES)}"
         )
-    return FAMILIES[architecture]
+    raise UserError(
+        f"the aux-layer convention of {architecture} is not known; known: {sorted(FAMILIES)}. "
+        "Prove it: add a tiny model to tests/integration/tiny_models.py, the architecture to "
+        "FAMILIES in eagle3/layers.py, and run tests/integration/test_families.py"
+    )
 
 
 def check(aux_layers: Sequence[int], num_layers: int) -> None:
@@ -82,6 +100,18 @@ def default(num_layers: int) -> list[int]:
     return ids
 
 
+def resolve(configured: Sequence[int] | None, num_layers: int, architecture: str) -> list[int]:
+    """The configured canonical ids, or the default ones, for a target of this depth and kind.
+
+    Raises:
+        UserError: they do not fit the depth, or SGLang cannot capture them.
+    """
+    ids = default(num_layers) if configured is None else list(configured)
+    check(ids, num_layers)
+    to_sglang(ids, architecture)
+    return ids
+
+
 def to_sglang(aux_layers: Sequence[int], architecture: str) -> list[int]:
     """Canonical ids -> what SGLang's setter (and a drafter's config.json for SGLang) wants.
 
@@ -90,10 +120,6 @@ def to_sglang(aux_layers: Sequence[int], architecture: str) -> list[int]:
     """
     ids = list(aux_layers)
     if family_of(architecture) is Family.LLAMA_LIKE:
-        if ids[0] == 0:
-            raise UserError(
-                "SGLang cannot capture the embeddings (aux layer 0) of Llama-like models"
-            )
         return [k - 1 for k in ids]
     if ids[0] == 1:
         raise UserError(

@@ -15,7 +15,6 @@ process looks for `capture.json`, which is written only after everything is in p
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -27,14 +26,12 @@ from torch import Tensor
 
 from eagle3.layers import to_sglang
 from extraction.assembler import Assembler
+from extraction.sglang_limits import check_rows, check_settings, check_signatures
 from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool, Ticket
 
 log = logging.getLogger(__name__)
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
-LOGITS_PARAMETERS = [
-    "self", "input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states",
-]  # fmt: skip
 
 
 def register() -> None:
@@ -46,26 +43,9 @@ def register() -> None:
 
     spool = Spool(Path(folder))
     capture = Capture(spool, json.loads(os.environ[LAYERS_VARIABLE]))
-    _check_signatures()
+    check_signatures()
     HookRegistry.register(LOAD_MODEL, capture.after_load, HookType.AFTER)
     HookRegistry.register(LOGITS, capture.around_logits, HookType.AROUND)
-
-
-def _check_signatures() -> None:
-    """Refuse to hook functions that are not what this plugin knows."""
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    found = list(inspect.signature(LogitsProcessor.forward).parameters)
-    if found[: len(LOGITS_PARAMETERS)] != LOGITS_PARAMETERS:
-        raise RuntimeError(f"LogitsProcessor.forward takes {found}, not {LOGITS_PARAMETERS}")
-    if list(inspect.signature(ModelRunner.load_model).parameters) != ["self"]:
-        raise RuntimeError("ModelRunner.load_model has other parameters than (self)")
-    fields = getattr(ForwardBatch, "__dataclass_fields__", {})
-    needed = {"rids", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "forward_mode"}
-    if missing := needed - set(fields):
-        raise RuntimeError(f"ForwardBatch lacks {sorted(missing)}")
 
 
 class Capture:
@@ -88,10 +68,7 @@ class Capture:
 
     def _set_up(self, runner: Any) -> None:
         server_args = runner.server_args
-        if server_args.speculative_algorithm:
-            raise RuntimeError("a server that speculates cannot capture; start it without")
-        if not server_args.disable_radix_cache:
-            raise RuntimeError("prefix caching would lose rows; start with --disable-radix-cache")
+        check_settings(server_args)
         model = runner.model
         architecture = type(model).__name__
         model.set_eagle3_layers_to_capture(to_sglang(self.aux_layers, architecture))
@@ -100,7 +77,12 @@ class Capture:
             raise RuntimeError(
                 f"{architecture} would capture {decoder.layers_to_capture}, not {self.aux_layers}"
             )
-        self.writes = _attention_tp_rank() == 0
+        rank = _attention_tp_rank()
+        self.writes = rank == 0
+        log.info(
+            "capture plugin: layers %s of %s; attention-TP rank %d %s", self.aux_layers,
+            architecture, rank, "writes" if self.writes else "leaves that to rank 0",
+        )  # fmt: skip
         if self.writes:
             self.assembler.start()
             self.spool.publish_capture(
@@ -118,7 +100,7 @@ class Capture:
         self,
         original: Any,
         processor: Any,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         hidden_states: Tensor,
         lm_head: Any,
         metadata: Any,
@@ -144,9 +126,12 @@ class Capture:
             **kwargs,
         )
 
-    def _collect(self, input_ids: Tensor, final: Tensor, batch: Any, aux: Any) -> None:
+    def _collect(self, input_ids: Tensor | None, final: Tensor, batch: Any, aux: Any) -> None:
         if not batch.forward_mode.is_extend() or batch.extend_seq_lens_cpu is None:
             return
+        if input_ids is None:  # a vision wrapper hands its language model embeddings instead
+            input_ids = batch.input_ids
+        check_rows(sum(batch.extend_seq_lens_cpu), input_ids, aux, final)
         start = 0
         for rid, rows, prefix in zip(
             batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True
