@@ -46,9 +46,15 @@ def environment() -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         # SGLang decorates small functions with torch.compile, which costs more than it saves here.
         "TORCHDYNAMO_DISABLE": "1",
+        # With several ranks SGLang looks for NCCL even where it will not use it; without the file
+        # it goes on with gloo alone.
+        "SGLANG_NCCL_SO_PATH": "none.so",
     }
 
 
 def server_args() -> list[str]:
     """Arguments that every server on the CPU engine needs; later ones on the command line win."""
-    return ["--device", "cpu", "--attention-backend", ATTENTION_BACKEND, "--dtype", "float32"]
+    return [
+        "--device", "cpu", "--attention-backend", ATTENTION_BACKEND, "--dtype", "float32",
+        "--disable-custom-all-reduce",
+    ]  # fmt: skip

@@ -13,6 +13,9 @@ What it changes, and why that is safe:
   their table of drafting backends has no portable entry. Safe: only a draft on "torch_native" gets
   here, and for it the originals can do nothing but raise. The names are the same in 0.5.14 to
   0.5.23; the CPU engine drafts in the later ones only.
+- `init_threads_binding` does nothing. Cause: it gives every rank a NUMA node of its own and refuses
+  more ranks than nodes. Safe: the cores it returns go to a compiled kernel only, which this engine
+  does not have. A function of `numa_utils` in 0.5.23, a method of `ModelRunner` in 0.5.14.
 """
 
 import os
@@ -34,6 +37,20 @@ def register() -> None:
     ATTENTION_BACKENDS[ATTENTION_BACKEND] = _attention_backend
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _decode, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _extend, HookType.AROUND)
+    HookRegistry.register(_threads_binding(), _bind_nothing, HookType.REPLACE)
+
+
+def _threads_binding() -> str:
+    """Where this version of SGLang has `init_threads_binding`."""
+    from sglang.srt.utils import numa_utils
+
+    if hasattr(numa_utils, "init_threads_binding"):
+        return "sglang.srt.utils.numa_utils.init_threads_binding"
+    return "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding"
+
+
+def _bind_nothing(*args: Any, **kwargs: Any) -> None:
+    """Instead of `init_threads_binding`: any number of ranks shares the cores."""
 
 
 def _attention_backend(runner: Any) -> Any:
