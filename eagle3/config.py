@@ -23,6 +23,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
+class TargetShape:
+    """What a run can be planned with before the target is there."""
+
+    architecture: str = MISSING
+    """First of `architectures` in config.json."""
+    hidden_size: int = MISSING
+    num_layers: int = MISSING
+    vocab_size: int = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
 class TargetConfig:
     """The served language model."""
 
@@ -34,6 +45,8 @@ class TargetConfig:
     """Canonical ids (indices into output_hidden_states); default 2, n // 2, n - 3."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, enable_thinking for example."""
+    shape: TargetShape | None = None
+    """Used where the target's config.json is not at hand, checked against it where it is."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3 import layers, provenance
+from eagle3 import layers, provenance, target_shape
 from eagle3.config import TargetConfig
 from eagle3.errors import UserError
 
@@ -52,8 +52,14 @@ class Target:
 
     @classmethod
     def from_config(cls, config: TargetConfig) -> Target:
-        """The target of a run."""
-        return cls.resolve(config.path, config.revision, config.trust_remote_code)
+        """The target of a run.
+
+        Raises:
+            UserError: it is not to be had, or is not what `target.shape` says.
+        """
+        target = cls.resolve(config.path, config.revision, config.trust_remote_code)
+        target_shape.require_equal(config, target_shape.from_json(target.config))
+        return target
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -115,10 +121,8 @@ class Target:
         }
 
     def aux_layers(self, configured: list[int] | None) -> list[int]:
-        """The configured canonical layer ids, or the defaults, checked against the depth."""
-        ids = configured if configured is not None else layers.default(self.num_layers)
-        layers.check(ids, self.num_layers)
-        return ids
+        """The configured canonical layer ids, or the defaults, checked against this target."""
+        return layers.resolve(configured, self.num_layers, self.architecture)
 
     def _weight_files(self) -> dict[str, Path]:
         """Tensor name -> file that holds it."""

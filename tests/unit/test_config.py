@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from eagle3.config import Config, from_dict_config
 from eagle3.errors import UserError
@@ -21,7 +22,7 @@ def load(*overrides: str, command: str = "train") -> Config:
         return from_dict_config(compose(command, list(overrides)))
 
 
-@pytest.mark.parametrize("command", ["respond", "extract", "train", "export", "eval"])
+@pytest.mark.parametrize("command", ["respond", "extract", "train", "export", "eval", "verify"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_for_every_command(command: str, experiment: str) -> None:
     config = load(f"experiment={experiment}", command=command)
@@ -66,3 +67,19 @@ def test_a_users_mistake_exits_with_2_and_no_traceback(overrides: list[str], nam
     done = run("training.train", *overrides)
     assert done.returncode == 2, done.stderr[-2000:]
     assert named in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "extraction.respond", "extraction.extract", "extraction.verify", "training.train",
+        "training.export", "eval.live",
+    ],
+)  # fmt: skip
+def test_the_largest_run_is_shown_without_its_weights(module: str) -> None:
+    done = run(module, "experiment=kimi_k25", "--cfg", "job")
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = OmegaConf.create(done.stdout)
+    assert shown.target.aux_layers == [3, 31, 59]
+    assert shown.target.shape.hidden_size == 7168
+    assert shown.server.args.tp_size == 8
