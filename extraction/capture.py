@@ -218,4 +218,5 @@ def _require_fit(
             "server.args.context_length (and max_total_tokens), or lower data.max_length"
         )
     keys = ("attention_backend", "tp_size", "chunked_prefill_size", "version")
-    return {"dtype": found["dtype"], **{key: info.get(key) for key in keys}}
+    facts = {key: found[key] for key in ("architecture", "dtype")}
+    return facts | {key: info.get(key) for key in keys}

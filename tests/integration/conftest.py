@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.serving.client import in_order
 from eagle3.serving.from_config import get_servers
 from eagle3.serving.server import Server
 from eagle3.store import codecs
+from eagle3.store.sample import Encoded
 from eagle3.target import Target
 from extraction.capture import Extractor, extractor, server_args
+from extraction.samples import TokenSample
 from extraction.spool import Spool, environment
 
 AUX_LAYERS = [1, 3, 4]
@@ -69,3 +72,16 @@ def capturing(capture_server: CaptureServer, target: Target, tmp_path: Path) -> 
     config.extract.spools = [str(capture_server.spool.folder)]
     with extractor(config, target, AUX_LAYERS, codecs.get("fp32"), longest=1) as found:
         yield found
+
+
+def capture_all(
+    extractor: Extractor, samples: list[TokenSample], concurrency: int
+) -> list[Encoded]:
+    """Capture them all, none rejected."""
+
+    def work(number: int) -> Encoded:
+        found = extractor.capture(number, samples[number])
+        assert isinstance(found, Encoded), found
+        return found
+
+    return list(in_order(work, range(len(samples)), concurrency))

@@ -9,13 +9,11 @@ import torch
 
 from eagle3.batch import needed_final
 from eagle3.errors import UserError
-from eagle3.serving.client import in_order
 from eagle3.store import codecs
-from eagle3.store.sample import Encoded
 from eagle3.target import Target
 from extraction.capture import Extractor, _require_fit
 from extraction.samples import TokenSample
-from tests.integration.conftest import AUX_LAYERS, CHUNK, CaptureServer
+from tests.integration.conftest import AUX_LAYERS, CHUNK, CaptureServer, capture_all
 
 pytestmark = pytest.mark.server
 TOLERANCE = 1e-4  # float32 on both sides, other summation orders
@@ -51,17 +49,6 @@ def expected(model, sample: TokenSample) -> tuple[torch.Tensor, torch.Tensor]:
     states = model(ids[None], output_hidden_states=True).hidden_states
     needed = needed_final(torch.from_numpy(sample.loss_mask))
     return torch.cat([states[k][0] for k in AUX_LAYERS], dim=-1), states[-1][0][needed]
-
-
-def capture_all(
-    extractor: Extractor, samples: list[TokenSample], concurrency: int
-) -> list[Encoded]:
-    def work(number: int) -> Encoded:
-        found = extractor.capture(number, samples[number])
-        assert isinstance(found, Encoded), found
-        return found
-
-    return list(in_order(work, range(len(samples)), concurrency))
 
 
 def test_states_equal_hugging_face_at_the_canonical_layers(

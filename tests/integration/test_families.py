@@ -20,18 +20,16 @@ import pytest
 import torch
 
 from eagle3 import layers
-from eagle3.config import ServerConfig
-from eagle3.serving.client import in_order
-from eagle3.serving.from_config import get_server
+from eagle3.batch import needed_final
+from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.store import codecs
 from eagle3.store.reader import StoreReader
-from eagle3.store.writer import Sample
+from eagle3.store.sample import Encoded
 from eagle3.target import Target
-from extraction.check import Verifier
-from extraction.extract import Extractor, _require_capture
+from extraction.capture import Extractor, extractor
 from extraction.samples import TokenSample
-from extraction.spool import LAYERS_VARIABLE, SPOOL_VARIABLE, Spool
 from tests.integration import tiny_models
-from tests.integration.conftest import CHUNK, CPU_ARGS
+from tests.integration.conftest import CHUNK, CPU_ARGS, capture_all
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +53,10 @@ ARCHITECTURES = [
 def make_samples(lengths: list[int]) -> list[TokenSample]:
     rng = random.Random(0)
     return [
-        TokenSample(
-            id=f"s{i}",
-            input_ids=[rng.randrange(3, tiny_models.VOCAB) for _ in range(n)],
-            loss_mask=[0] * (n // 2) + [1] * (n - n // 2),
+        TokenSample.of(
+            f"s{i}",
+            [rng.randrange(3, tiny_models.VOCAB) for _ in range(n)],
+            [0] * (n // 2) + [1] * (n - n // 2),
         )
         for i, n in enumerate(lengths)
     ]
@@ -67,36 +65,39 @@ def make_samples(lengths: list[int]) -> list[TokenSample]:
 @torch.no_grad()
 def hidden_states(model: Any, sample: TokenSample) -> list[torch.Tensor]:
     """Hugging Face's states [T, H], embeddings first, the last one after the final norm."""
-    found = model(torch.tensor([sample.input_ids]), output_hidden_states=True)
+    ids = torch.from_numpy(sample.input_ids).long()
+    found = model(ids[None], output_hidden_states=True)
     return [state[0] for state in found.hidden_states]
 
 
 @contextmanager
 def capturing(folder: Path, model: Path, aux_layers: list[int], **args: Any) -> Iterator[Extractor]:
-    spool = Spool.create(folder / "spool")
-    with get_server(
-        ServerConfig(args={**CPU_ARGS, "chunked_prefill_size": CHUNK, **args}, deadline_s=600),
-        model,
-        folder / "server.log",
-        args={"disable_radix_cache": True},
-        env={SPOOL_VARIABLE: str(spool.folder), LAYERS_VARIABLE: json.dumps(aux_layers)},
-        plugins=["eagle3_capture"],
-    ) as server:
-        _require_capture(spool, aux_layers, {str(model)})
-        yield Extractor(server.client, spool, Verifier(Target.resolve(str(model)), len(aux_layers)))
+    config = Config(
+        run_name="families",
+        runs_dir=str(folder),
+        target=TargetConfig(path=str(model)),
+        server=ServerConfig(
+            args={**CPU_ARGS, "chunked_prefill_size": CHUNK, **args}, deadline_s=600
+        ),
+    )
+    target, codec = Target.resolve(str(model)), codecs.get("fp32")
+    with extractor(config, target, aux_layers, codec, longest=max(LENGTHS)) as found:
+        yield found
 
 
-def capture_all(extractor: Extractor, samples: list[TokenSample]) -> list[Sample]:
-    def work(number: int) -> Sample:
-        found = extractor.capture(number, samples[number])
-        assert isinstance(found, Sample), found
-        return found
+def states_of(found: Encoded) -> tuple[torch.Tensor, torch.Tensor]:
+    """Aux and the kept final states."""
+    return found.tensors["aux.values"], found.tensors["final.values"]
 
-    return list(in_order(work, range(len(samples)), len(samples)))
+
+def kept(sample: TokenSample) -> torch.Tensor:
+    """Rows whose final state is kept."""
+    return needed_final(torch.from_numpy(sample.loss_mask))
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
+    assert a.shape == b.shape
+    return float((a - b).abs().max()) if a.numel() else 0.0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -104,16 +105,17 @@ def test_captured_layers_are_hugging_faces(architecture: str, tmp_path: Path) ->
     """Every row of several prompts, one chunk and more, all at once; and no neighbour fits."""
     model = tiny_models.build(tmp_path / "model", architecture, NUM_LAYERS)
     samples = make_samples(LENGTHS)
-    with capturing(tmp_path, tmp_path / "model", PROBED) as extractor:
-        found = capture_all(extractor, samples)
-        assert extractor.spool.capture()["architecture"] == architecture
+    with capturing(tmp_path, tmp_path / "model", PROBED) as servers:
+        found = capture_all(servers, samples, len(samples))
+        assert servers.servers[0]["architecture"] == architecture
     for sample, captured in zip(samples, found, strict=True):
         states = hidden_states(model, sample)
-        for k, aux in zip(PROBED, captured.aux.split(states[0].shape[1], dim=1), strict=True):
+        aux_states, final = states_of(captured)
+        for k, aux in zip(PROBED, aux_states.split(states[0].shape[1], dim=1), strict=True):
             assert distance(aux, states[k]) < TOLERANCE, (sample.id, k)
             others = [distance(aux, state) for i, state in enumerate(states) if i != k]
             assert min(others) > 0.1, (sample.id, k)
-        assert distance(captured.final, states[-1]) < TOLERANCE, sample.id
+        assert distance(final, states[-1][kept(sample)]) < TOLERANCE, sample.id
 
 
 @pytest.mark.slow
@@ -125,14 +127,16 @@ def test_data_parallel_servers_capture_every_request_once(
 ) -> None:
     model = tiny_models.build(tmp_path / "model", "DeepseekV3ForCausalLM", NUM_LAYERS)
     samples = make_samples(LENGTHS)
-    with capturing(tmp_path, tmp_path / "model", PROBED, **parallel) as extractor:
-        found = capture_all(extractor, samples)
-        assert list(extractor.spool.folder.glob("*.safetensors")) == []
+    with capturing(tmp_path, tmp_path / "model", PROBED, **parallel) as servers:
+        found = capture_all(servers, samples, len(samples))
+        (station,) = (member.value for member in servers.pool._members)
+        assert list(station.spool.folder.glob("*.safetensors")) == []
     for sample, captured in zip(samples, found, strict=True):
         states = hidden_states(model, sample)
         expected = torch.cat([states[k] for k in PROBED], dim=1)
-        assert distance(captured.aux, expected) < TOLERANCE, sample.id
-        assert distance(captured.final, states[-1]) < TOLERANCE, sample.id
+        aux_states, final = states_of(captured)
+        assert distance(aux_states, expected) < TOLERANCE, sample.id
+        assert distance(final, states[-1][kept(sample)]) < TOLERANCE, sample.id
 
 
 class Deep:
@@ -143,7 +147,8 @@ class Deep:
         self.model = tiny_models.build(folder / "model", "DeepseekV3ForCausalLM", num_layers=61)
         self.samples = make_samples([4, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17, 300, 33, 100])
         rows = [
-            {"id": s.id, "input_ids": s.input_ids, "loss_mask": s.loss_mask} for s in self.samples
+            {"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.tolist()}
+            for s in self.samples
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "samples.jsonl").write_text(text)
@@ -185,13 +190,13 @@ def require_whole(store: StoreReader, deep: Deep) -> None:
     assert store.manifest.facts["rejected"] == 0
     for number, sample in enumerate(deep.samples):
         tokens, mask = store.tokens(number)
-        assert tokens.tolist() == sample.input_ids and mask.tolist() == sample.loss_mask
+        assert tokens.tolist() == sample.input_ids.tolist()
+        assert mask.tolist() == sample.loss_mask.tolist()
         aux, final = store.states(number)
         states = hidden_states(deep.model, sample)
         expected = torch.cat([states[k] for k in DEEP_LAYERS], dim=1)
         assert distance(aux, expected) < DEEP_TOLERANCE, sample.id
-        kept = torch.tensor([*sample.loss_mask[1:], 0]).bool()
-        assert distance(final, states[-1][kept]) < DEEP_TOLERANCE, sample.id
+        assert distance(final, states[-1][kept(sample)]) < DEEP_TOLERANCE, sample.id
 
 
 def test_a_61_layer_target_through_the_whole_command(deep: Deep, one_rank: StoreReader) -> None:
