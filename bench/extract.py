@@ -120,6 +120,7 @@ def captured(
         tempfile.TemporaryDirectory(dir=config.runs_dir) as folder,
         extractor(config, target, layers, codecs.get(codec), longest=1) as servers,
     ):
+        torch.set_num_threads(1)  # as the extract command does
         manifest = Manifest(kind=KIND, match={"codec": codec})
         writer = StoreWriter(Path(folder) / "store", manifest, config.extract.shard_bytes)
 

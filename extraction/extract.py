@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from eagle3 import logging as console
 from eagle3.config import Config, command
 from eagle3.errors import UserError
@@ -72,6 +74,7 @@ class Extraction:
 
     def _fill(self, writer: StoreWriter, rest: list[TokenSample]) -> dict[str, Any]:
         """Capture the rest into the store; returns what to record about it."""
+        torch.set_num_threads(1)  # samples are checked on many threads already
         concurrency = concurrency_per_server(self.config, self.target, self.codec, self.aux_layers)
         longest = max(len(sample.input_ids) for sample in rest)
         with extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from eagle3 import layers, target_shape
 from eagle3.config import Config, command
 from eagle3.store import budget
 from eagle3.store.budget import Budget, Workload
@@ -19,16 +20,19 @@ from extraction.extract import workload
 
 def plans(config: Config) -> list[Budget]:
     """A budget for every codec."""
-    target = Target.from_config(config.target)
-    num_aux = len(target.aux_layers(config.target.aux_layers))
-    work = _expected(config) or workload(samples.load(config, target)[0])
+    shape = target_shape.known(config.target)
+    aux_layers = config.target.aux_layers or layers.default(shape.num_layers)
+    layers.check(aux_layers, shape.num_layers)
+    work = _expected(config)
+    if work is None:
+        work = workload(samples.load(config, Target.from_config(config.target))[0])
     return [
         budget.plan(
             config.store_dir,
             codec,
             work,
-            num_aux=num_aux,
-            hidden_size=target.hidden_size,
+            num_aux=len(aux_layers),
+            hidden_size=shape.hidden_size,
             tokens_per_s=config.extract.tokens_per_s,
         )
         for codec in CODECS.values()

@@ -151,6 +151,7 @@ def command(what: Launch, port: int, backend: str | None) -> list[str]:
         "model_path": str(what.model),
         "host": what.host,
         "port": port,
+        "nccl_port": _free_port(),
         "attention_backend": backend,
         **what.args,
     }
