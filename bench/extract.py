@@ -29,11 +29,10 @@ from typing import Any
 import torch
 
 from eagle3 import provenance
-from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.config import Config, TargetConfig
 from eagle3.manifest import Manifest, write_json
 from eagle3.serving.client import in_order
-from eagle3.serving.from_config import get_servers
-from eagle3.serving.server import Server
+from eagle3.serving.server import Launch, Server, launch
 from eagle3.store import codecs
 from eagle3.store.sample import Encoded
 from eagle3.store.writer import KIND, StoreWriter
@@ -164,26 +163,20 @@ def offline(target: Target, layers: list[int], samples: list[TokenSample], folde
 
 
 @contextlib.contextmanager
-def both(config: ServerConfig, target: Target, layers: list[int]) -> Iterator[tuple[Any, ...]]:
+def both(args: dict[str, Any], target: Target, layers: list[int]) -> Iterator[tuple[Any, ...]]:
     """A plain and a capturing server of the same target, and the latter's spool."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         spool = Spool.create(Path(scratch) / "spool")
-        log = Path(scratch)
-        servers = contextlib.ExitStack()
-        with servers:
-            (bare,) = servers.enter_context(
-                get_servers(config, target.folder, log / "plain.log", args=server_args())
-            )
-            (capturing,) = servers.enter_context(
-                get_servers(
-                    config,
-                    target.folder,
-                    log / "capture.log",
-                    args=server_args(),
-                    envs=[environment(spool.folder, layers)],
-                    plugins=["eagle3_capture"],
-                )
-            )
+        args = {**args, **server_args()}
+        plain = Launch(model=target.folder, log=Path(scratch) / "plain.log", args=args)
+        capture = Launch(
+            model=target.folder,
+            log=Path(scratch) / "capture.log",
+            args=args,
+            env=environment(spool.folder, layers),
+            plugins=["eagle3_capture"],
+        )
+        with launch(plain, capture) as (bare, capturing):
             yield bare, capturing, spool
 
 
@@ -220,11 +213,10 @@ def main() -> None:
             run_name="bench",
             runs_dir=scratch,
             target=TargetConfig(path=str(folder)),
-            server=ServerConfig(args=json.loads(arguments.server), deadline_s=900),
         )
         config.extract.concurrency = arguments.concurrency
         table: list[Row] = []
-        with both(config.server, target, layers) as (bare, capturing, spool):
+        with both(json.loads(arguments.server), target, layers) as (bare, capturing, spool):
             config.server.urls = [capturing.url]
             config.extract.spools = [str(spool.folder)]
             plain(bare, samples[:8], 8), plain(capturing, samples[:8], 8)  # warm both up
