@@ -88,7 +88,8 @@ def random_target(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:
 
 def prompts(target: Target, tokens: int, shortest: int, longest: int) -> list[TokenSample]:
     """Random documents of ragged lengths, about `tokens` in all; the second half is answer."""
-    rng, samples, taken = random.Random(0), [], 0
+    samples: list[TokenSample] = []
+    rng, taken = random.Random(0), 0
     while taken < tokens:
         length = rng.randint(shortest, longest)
         ids = [rng.randrange(3, target.vocab_size) for _ in range(length)]
