@@ -1,7 +1,8 @@
 """Server side: from the rows of single forwards to whole samples in the spool.
 
-A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device right
-away and copied to pinned memory on a stream of its own, so that the forward waits for neither; a
+A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device into memory
+of its own, in the forward's stream: the next forward may overwrite what it was given (SGLang reuses
+its input buffers). From there it is copied to pinned memory on another stream, beside the forward. A
 thread joins the pieces of a request by their prefix and writes the sample once all rows are there.
 """
 
@@ -68,19 +69,18 @@ class Assembler:
         if self._session is None or self._session.name != ticket.session:
             return
         codec = self._session.codec
+        encoded = _encoded(codec, input_ids, aux, final)
         if not final.is_cuda:
-            copies = {k: v.clone() for k, v in _encoded(codec, input_ids, aux, final).items()}
-            self._queue.put(Piece(ticket, prefix, copies, None))
+            self._queue.put(Piece(ticket, prefix, encoded, None))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(final.device)
         self._stream.wait_stream(torch.cuda.current_stream(final.device))
         with torch.cuda.stream(self._stream):
-            encoded = _encoded(codec, input_ids, aux, final)
             copies = {k: _to_pinned(v) for k, v in encoded.items()}
             copied = self._stream.record_event()
-        for tensor in (input_ids, *aux, final):
-            tensor.record_stream(self._stream)  # not to be reused before we have read it
+        for tensor in encoded.values():
+            tensor.record_stream(self._stream)  # not to be reused before it is copied
         self._queue.put(Piece(ticket, prefix, copies, copied))
 
     def _run(self) -> None:
@@ -125,9 +125,15 @@ def _superseded(old: Ticket, new: Ticket) -> bool:
 def _encoded(
     codec: Codec, input_ids: Tensor, aux: list[Tensor], final: Tensor
 ) -> dict[str, Tensor]:
+    """Everything of a piece, in memory that is not the forward's."""
     side_by_side = aux[0] if len(aux) == 1 else torch.cat(aux, dim=-1)
     states = codec.encode(aux=side_by_side, final=final)
-    return {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
+    encoded = {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
+    theirs = {t.untyped_storage().data_ptr() for t in (input_ids, *aux, final)}
+    return {
+        key: tensor.clone() if tensor.untyped_storage().data_ptr() in theirs else tensor
+        for key, tensor in encoded.items()
+    }
 
 
 def _join(pieces: list[Piece]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -196,6 +197,11 @@ def _spawn(what: Launch, backend: str | None, timeout_s: float) -> Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port nobody listens on; SGLang derives others by adding up to 10,000, so not a high one."""
+    while True:
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port := random.randrange(20000, 50000)))
+            except OSError:
+                continue
+            return port

@@ -9,6 +9,7 @@ from eagle3.errors import UserError
 from eagle3.store import codecs
 from eagle3.store.codecs import CODECS
 from eagle3.store.sample import Encoded
+from extraction.assembler import Assembler
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
@@ -153,6 +154,29 @@ def test_chunks_of_interleaved_requests_are_joined(tmp_path: Path, packed: bool)
     assert one["aux.values"][:, 0].tolist() == [0, 1, 7, 8, 9]
     assert one["aux.values"].shape == (5, 8) and one["last"].tolist() == [9]
     assert two["input_ids"].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_what_the_forward_overwrites_later_does_not_matter(tmp_path: Path, codec: str) -> None:
+    """SGLang reuses its buffers: nothing that waits to be written may lie in them."""
+    spool = Spool.create(tmp_path / "s")
+    assembler = Assembler(spool)
+    with spool.session(codecs.get(codec)) as session:
+        mine = Ticket(session=session.name, number=0, attempt=0, num_tokens=4)
+        torch.manual_seed(0)
+        ids = torch.arange(4, dtype=torch.int32)
+        for packed in (True, False):
+            aux = [torch.randn(4, 192)] if packed else [torch.randn(4, 64) for _ in range(3)]
+            aux = [a.to(torch.bfloat16) for a in aux]
+            final = torch.randn(4, 64, dtype=torch.bfloat16)
+            assembler.add(mine, 0, ids, aux, final)
+            piece = assembler._queue.get()
+            before = {k: t.clone() for k, t in piece.tensors.items()}
+            for buffer in (ids, *aux, final):
+                buffer.zero_()
+            for key, tensor in piece.tensors.items():
+                assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
+            assert before["last"].abs().sum() > 0
 
 
 def test_a_sample_that_cannot_be_captured_is_reported_and_the_next_one_is_fine(
