@@ -1,9 +1,10 @@
 """Server side: from the rows of single forwards to whole samples in the spool.
 
-A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device into memory
-of its own, in the forward's stream: the next forward may overwrite what it was given (SGLang reuses
-its input buffers). From there it is copied to pinned memory on another stream, beside the forward. A
-thread joins the pieces of a request by their prefix and writes the sample once all rows are there.
+A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device into
+memory of its own, in the forward's stream: the next forward may overwrite what it was given (SGLang
+reuses its input buffers). From there it is copied to pinned memory on another stream, beside the
+forward. A thread joins the pieces of a request by their prefix and writes the sample once all rows
+are there.
 """
 
 from __future__ import annotations
