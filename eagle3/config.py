@@ -163,6 +163,8 @@ class VerifyConfig:
 class DraftConfig:
     """Shape of the drafter; what is None follows the target."""
 
+    num_layers: int = 1
+    """Decoder layers. More than one trains several times slower (no GPU path, less row pruning)."""
     vocab_size: int = 32000
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -201,7 +203,8 @@ class TrainConfig:
     step_decay: float = 0.8
     """Weight of TTT step k is step_decay ** k."""
     init_from: str | None = None
-    """Drafter folder to go on from (SGLang's format); its shape and vocabulary are kept."""
+    """Drafter folder to go on from, in SGLang's or speculators' format; its shape and vocabulary
+    are kept."""
     validation_ratio: float = 0.05
     log_every: int = 10
     validate_every: int = 200

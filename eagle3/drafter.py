@@ -1,14 +1,15 @@
-"""The EAGLE-3 drafter: one Llama decoder layer on top of the target's aux hidden states.
+"""The EAGLE-3 drafter: a few Llama decoder layers, mostly one, on the target's aux hidden states.
 
-Parameter names are those of the checkpoint that SGLang loads (with `midlayer` for the layer), so
-that export is a matter of writing them down. Letters in shapes: R rows, H hidden size, A aux
-states.
+Parameter names are those of the checkpoint that SGLang loads (with `midlayer` for the first layer),
+so that export is a matter of writing them down. Letters in shapes: R rows, H hidden size, A aux
+states, W width of a layer's attention input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class DrafterConfig:
     vocab_size: int
     draft_vocab_size: int
     max_position_embeddings: int
+    num_layers: int = 1
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     norm_before_fc: bool = False
@@ -51,12 +53,14 @@ class DrafterConfig:
             raise UserError(
                 f"draft.vocab_size={self.draft_vocab_size} exceeds the target's {self.vocab_size}"
             )
+        if self.num_layers < 1:
+            raise UserError(f"draft.num_layers={self.num_layers} must be at least 1")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("draft.norm_before_fc and draft.fc_norm exclude each other")
 
     @classmethod
     def for_target(cls, target: dict[str, Any], num_aux: int, **overrides: Any) -> DrafterConfig:
-        """A drafter shaped like one layer of the target (its config.json), with overrides.
+        """A drafter whose layers are shaped like the target's (its config.json), with overrides.
 
         A mixture-of-experts or MLA target has no usable head or MLP shape: heads of 128 and the
         dense `intermediate_size` are taken then. Overrides that are None are ignored.
@@ -98,26 +102,26 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and rotary positions of the layer's attention."""
+    """Projections and rotary positions of a layer's attention, which reads rows of width W."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, input_width: int) -> None:
         super().__init__()
         self.config = config
         width, kv_width = (
             n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.q_proj = nn.Linear(input_width, width, bias=False)
+        self.k_proj = nn.Linear(input_width, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_width, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[R, 2H] at positions [R] -> rotated queries [R, heads, head_dim]."""
+        """[R, W] at positions [R] -> rotated queries [R, heads, head_dim]."""
         q = self.q_proj(x).unflatten(-1, (self.config.num_attention_heads, -1))
         return rotate(q, positions, self.config.rope_theta)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, 2H] at positions [R] -> rotated keys and values [R, kv_heads, head_dim] each."""
+        """[R, W] at positions [R] -> rotated keys and values [R, kv_heads, head_dim] each."""
         k = self.k_proj(x).unflatten(-1, (self.config.num_key_value_heads, -1))
         v = self.v_proj(x).unflatten(-1, (self.config.num_key_value_heads, -1))
         return rotate(k, positions, self.config.rope_theta), v
@@ -136,20 +140,26 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class MidLayer(nn.Module):
-    """The decoder layer; its attention reads [normed token embedding, normed hidden state]."""
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer; the first one's attention also reads the token.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    Its input is [normed token embedding, normed hidden state], W = 2H. The layers above read the
+    normed hidden state alone, W = H, and have no `input_layernorm`.
+    """
+
+    def __init__(self, config: DrafterConfig, first: bool) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = RMSNorm(size, eps)
+        self.input_layernorm = RMSNorm(size, eps) if first else None
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 2 * size if first else size)
         self.mlp = MLP(config)
 
     def inputs(self, token_states: Tensor, hidden: Tensor) -> Tensor:
-        """Normed embeddings [R, H] and raw hidden states [R, H] -> attention input [R, 2H]."""
-        return torch.cat([token_states, self.hidden_norm(hidden)], dim=-1)
+        """Normed embeddings [R, H] and raw hidden states [R, H] -> attention input [R, W]."""
+        normed = self.hidden_norm(hidden)
+        return normed if self.input_layernorm is None else torch.cat([token_states, normed], dim=-1)
 
     def finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
         """Attention output [R, heads, head_dim], layer input [R, H] -> layer output [R, H]."""
@@ -170,7 +180,10 @@ class Drafter(nn.Module):
         self.input_norm = RMSNorm(config.num_aux * size, eps) if config.norm_before_fc else None
         norms = [RMSNorm(size, eps) for _ in range(config.num_aux)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.midlayer = MidLayer(config)
+        self.midlayer = DecoderLayer(config, first=True)
+        # the layers above, by their number in the checkpoint
+        above = {str(i): DecoderLayer(config, first=False) for i in range(1, config.num_layers)}
+        self.layers = nn.ModuleDict(above)
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -192,13 +205,19 @@ class Drafter(nn.Module):
             for module in drafter.modules():
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            drafter.midlayer.self_attn.o_proj.weight.mul_(0.5)
-            drafter.midlayer.mlp.down_proj.weight.mul_(0.5)
+            for layer in drafter.decoder_layers:
+                layer.self_attn.o_proj.weight.mul_(0.5)
+                layer.mlp.down_proj.weight.mul_(0.5)
             drafter.embed_tokens.weight.copy_(embeddings)
             drafter.lm_head.weight.copy_(lm_head[vocab.target_ids])
             drafter.d2t.copy_(vocab.d2t)
             drafter.t2d.copy_(vocab.t2d)
         return drafter
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The first layer, then those above."""
+        return [self.midlayer, *cast(Iterable[DecoderLayer], self.layers.values())]
 
     @property
     def vocab(self) -> DraftVocab:
@@ -215,10 +234,11 @@ class Drafter(nn.Module):
 
     def token_states(self, input_ids: Tensor) -> Tensor:
         """Token ids [R] -> normed embeddings [R, H]."""
+        assert self.midlayer.input_layernorm is not None
         return self.midlayer.input_layernorm(self.embed_tokens(input_ids))
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Layer output [R, H] -> states for the lm_head and for the next step [R, H]."""
+        """Last layer's output [R, H] -> states for the lm_head and for the next step [R, H]."""
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

@@ -1,4 +1,4 @@
-"""Drafter folders: SGLang's format both ways, speculators' format by speculators itself.
+"""Drafter folders in SGLang's format, both ways; `speculators_format` does speculators'.
 
 A folder for SGLang holds config.json, model.safetensors and our manifest.json. SGLang drops weights
 it does not know without a word and serves random ones in place of what is missing, so `problems`
@@ -39,7 +39,7 @@ def sglang_config(
         "hidden_size": config.hidden_size,
         "target_hidden_size": target.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -112,9 +112,12 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def drafter_config(data: dict[str, Any]) -> DrafterConfig:
-    """Shape of the drafter that a config.json describes."""
+    """Shape of the drafter that a config.json describes.
+
+    Raises:
+        UserError: its positions are scaled.
+    """
     eagle = data.get("eagle_config") or {}
-    rope = data.get("rope_parameters") or {}
     num_aux = data.get("num_aux_hidden_states") or len(
         eagle.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
     )
@@ -128,29 +131,59 @@ def drafter_config(data: dict[str, Any]) -> DrafterConfig:
         vocab_size=data["vocab_size"],
         draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
         max_position_embeddings=data["max_position_embeddings"],
+        num_layers=data.get("num_hidden_layers", 1),
         rms_norm_eps=data["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or data.get("rope_theta") or 10000.0,
+        rope_theta=rope_theta(data),
         norm_before_fc=bool(eagle.get("norm_before_fc", data.get("norm_before_fc", False))),
         fc_norm=bool(data.get("fc_norm", False)),
         norm_output=bool(data.get("norm_output", False)),
     )
 
 
+def rope_theta(data: dict[str, Any]) -> float:
+    """Base of the rotary positions of a Llama config, under either name.
+
+    Raises:
+        UserError: they are scaled.
+    """
+    scaling, rope = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
+    for found in (scaling, rope):
+        kind = found.get("rope_type", found.get("type", "default"))
+        if kind != "default":
+            raise UserError(f"rope_type {kind}: only drafters with unscaled positions are read")
+    return rope.get("rope_theta") or data.get("rope_theta") or 10000.0
+
+
 def load_sglang(folder: Path, target: Target) -> tuple[Drafter, list[int]]:
     """A drafter in float32 with the target's embeddings, and its canonical aux layers.
 
     Raises:
-        UserError: the folder has problems.
+        UserError: the folder has problems, or is for a target of another shape.
     """
     data = load_config(folder)
-    if found := problems(folder):
-        raise UserError(f"the drafter in {folder} cannot be used:\n  " + "\n  ".join(found))
-    drafter = Drafter(drafter_config(data))
-    tensors = {k.replace("layers.0.", "midlayer."): v for k, v in _tensors(folder).items()}
-    tensors["embed_tokens.weight"] = target.embeddings()
-    drafter.load_state_dict(tensors, strict=True)
+    refuse(folder, problems(folder))
+    drafter = assemble(folder, drafter_config(data), _tensors(folder), target)
     ids = data["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    return drafter.float().eval(), from_sglang(ids, target.architecture)
+    return drafter, from_sglang(ids, target.architecture)
+
+
+def assemble(
+    folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], target: Target
+) -> Drafter:
+    """A drafter in float32 of checked tensors, with the target's embeddings.
+
+    Raises:
+        UserError: it is for a target of another shape.
+    """
+    found = (config.hidden_size, config.vocab_size)
+    if found != (target.hidden_size, target.vocab_size):
+        raise UserError(
+            f"the drafter in {folder} is for a target of hidden size {found[0]} and {found[1]} "
+            f"tokens; {target.folder} has {target.hidden_size} and {target.vocab_size}"
+        )
+    drafter = Drafter(config)
+    drafter.load_state_dict({**tensors, "embed_tokens.weight": target.embeddings()}, strict=True)
+    return drafter.float().eval()
 
 
 def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
@@ -159,11 +192,16 @@ def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
     Raises:
         UserError: the folder has problems, or another target vocabulary.
     """
-    if found := problems(folder):
-        raise UserError(f"the drafter in {folder} cannot be used:\n  " + "\n  ".join(found))
-    if load_config(folder)["vocab_size"] != vocab_size:
-        raise UserError(f"the drafter in {folder} is for another vocabulary than {vocab_size}")
+    refuse(folder, problems(folder))
+    if (found := load_config(folder)["vocab_size"]) != vocab_size:
+        raise UserError(f"the drafter in {folder} is for {found} target tokens, not {vocab_size}")
     return DraftVocab.from_d2t(_tensors(folder)["d2t"], vocab_size)
+
+
+def refuse(folder: Path, found: list[str]) -> None:
+    """Raise UserError if a drafter folder has problems."""
+    if found:
+        raise UserError(f"the drafter in {folder} cannot be used:\n  " + "\n  ".join(found))
 
 
 def problems(folder: Path) -> list[str]:
@@ -176,9 +214,14 @@ def problems(folder: Path) -> list[str]:
         config = drafter_config(data)
     except (KeyError, ValueError) as error:
         return [*found, f"config.json: {error}"]
+    return found + tensor_problems(config, _tensors(folder))
+
+
+def tensor_problems(config: DrafterConfig, tensors: dict[str, Tensor]) -> list[str]:
+    """What is missing, extra, misshaped or implausible; the embeddings are the target's affair."""
+    found = []
     with torch.device("meta"):
         expected = Drafter(config).state_dict()
-    tensors = {k.replace("layers.0.", "midlayer."): v for k, v in _tensors(folder).items()}
     for name, like in expected.items():
         if name.startswith("embed_tokens."):
             continue
@@ -198,12 +241,13 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
     found = []
     if data.get("architectures") != [ARCHITECTURE]:
         found.append(f"architectures is {data.get('architectures')}, not [{ARCHITECTURE!r}]")
-    if data.get("num_hidden_layers") != 1:
-        found.append(f"num_hidden_layers is {data.get('num_hidden_layers')}, not 1")
     eagle = data.get("eagle_config") or {}
     ids = eagle.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
-        found.append("eagle_config.eagle_aux_hidden_state_layer_ids is missing")
+        found.append(
+            "eagle_config.eagle_aux_hidden_state_layer_ids is missing: add the layers that the "
+            "drafter was trained on, in SGLang's numbering"
+        )
     elif data.get("num_aux_hidden_states", len(ids)) != len(ids):
         found.append("num_aux_hidden_states disagrees with the number of aux layers")
     rope = (data.get("rope_parameters") or {}).get("rope_theta", data.get("rope_theta"))
@@ -233,63 +277,6 @@ def _vocab_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def save_speculators(
-    drafter: Drafter, folder: Path, target: Target, aux_layers: list[int], num_steps: int
-) -> None:
-    """Write speculators' format (which vLLM serves) through speculators' own model class.
-
-    Raises:
-        RuntimeError: its class does not take exactly our tensors.
-    """
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import LlamaConfig
-
-    ours = drafter.config
-    layer = LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=ours.num_attention_heads,
-        num_key_value_heads=ours.num_key_value_heads,
-        head_dim=ours.head_dim,
-        rms_norm_eps=ours.rms_norm_eps,
-        max_position_embeddings=ours.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=False,
-    )
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=ours.draft_vocab_size,
-        norm_before_residual=False,
-        norm_before_fc=ours.norm_before_fc,
-        fc_norm=ours.fc_norm,
-        norm_output=ours.norm_output,
-        # vLLM's ids, like Hugging Face's, count the embeddings as 0
-        eagle_aux_hidden_state_layer_ids=list(aux_layers),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_steps)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(
-                name_or_path=str(target.folder), architectures=[target.architecture]
-            ),
-        ),
-    )
-    model = Eagle3DraftModel(config)
-    tensors = {k.replace("midlayer.", "layers.0."): v for k, v in drafter.state_dict().items()}
-    result = model.load_state_dict(tensors, strict=False)
-    missing = [k for k in result.missing_keys if not k.startswith("verifier_")]
-    if missing or result.unexpected_keys:
-        raise RuntimeError(
-            f"speculators' model lacks {result.unexpected_keys} and wants {missing} besides"
-        )
-    torch.nn.Module.to(model, drafter.lm_head.weight.dtype)
-    model.save_pretrained(str(folder))
+    """By our names; newer checkpoints call the first layer `layers.0`."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

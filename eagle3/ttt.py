@@ -1,15 +1,20 @@
 """Training-time test: unroll the drafter on a packed batch as a server would run it, and score it.
 
 At step k a row gets the embedding of the token k + 1 places on, and, from step 1 on, its own
-previous output in place of the target's state. Only the rows that step k supervises are computed
-(`batch`),
-which is exact with a single layer: step-0 keys and values depend on inputs alone, so rows without
-queries contribute theirs all the same. This is the definition; on a GPU `eagle3.fast` computes the
-same where it can.
+previous output in place of the target's state. Only what some loss depends on is computed, which
+changes nothing:
+
+- step k needs the rows that it supervises (`batch`), a subset of step k - 1's;
+- at step 0 every row gives keys and values, which depend on what enters the layer. With one layer
+  that is the batch itself: other rows need no query, MLP or lm_head. With more, all but the last
+  layer run on every row at step 0, since their outputs make the next layer's keys and values.
+
+This is the definition; on a GPU `eagle3.fast` computes the same where it can.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle3 import fast
-from eagle3.attention import segmented, segments
+from eagle3.attention import Segment, segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
 from eagle3.loss import Teacher, lm_head_loss
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,39 +53,71 @@ class TTTOutput:
     accepted: Tensor | None
 
 
+class _Cache:
+    """Keys and values that one layer's queries see (`attention`), as a server's cache holds them.
+
+    Step-0 keys are of all rows [N, G, D]; own keys, one tensor a later step, of the step's rows.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def add(self, keys: Tensor, values: Tensor, keep: Tensor) -> None:
+        """A new step's own keys; of earlier ones the rows `keep` go on."""
+        self.own_keys = [*(x[keep] for x in self.own_keys), keys]
+        self.own_values = [*(x[keep] for x in self.own_values), values]
+
+    def attend(self, q: Tensor, pieces: list[Segment]) -> Tensor:
+        """[R, Q, D] -> [R, Q, D]"""
+        return segmented(q, self.keys, self.values, self.own_keys, self.own_values, pieces)
+
+
 def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[Step]:
     """Yield each step's rows and states.
 
     A step without a supervised row is computed like any other, on zero rows: every rank then runs
     the same graph, so that gradients exist and come in the same order; ZeRO's buckets rely on it.
     """
-    layer = drafter.midlayer
-    depth = depths(batch)
-    positions = batch.positions()
+    depth, positions = depths(batch), batch.positions()
     rows = (depth > 0).nonzero().flatten()
     tokens = drafter.token_states(batch.input_ids)
-    fused = drafter.fuse(batch.aux)
-    # row t reads token t + 1; what a document's last row reads is never attended to
-    inputs = layer.inputs(tokens.roll(-1, dims=0), fused)
-    keys, values = layer.self_attn.keys_values(inputs, positions)
-    hidden, inputs = fused[rows], inputs[rows]
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
+    hidden, caches = _first_step(drafter, batch, tokens, rows, positions)
     for k in range(num_steps):
-        at = positions[rows] + k
-        q = layer.self_attn.queries(inputs, at)
-        if k > 0:
-            own_key, own_value = layer.self_attn.keys_values(inputs, at)
-            own_keys.append(own_key)
-            own_values.append(own_value)
-        mixed = segmented(q, keys, values, own_keys, own_values, segments(rows, batch.doc_starts))
-        states, fed = drafter.outputs(layer.finish(mixed, hidden))
+        states, fed = drafter.outputs(hidden)
         yield Step(rows=rows, states=states)
+        if k + 1 == num_steps:
+            return
         keep = (depth[rows] > k + 1).nonzero().flatten()
         rows, hidden = rows[keep], fed[keep]
-        own_keys = [x[keep] for x in own_keys]
-        own_values = [x[keep] for x in own_values]
-        inputs = layer.inputs(tokens[rows + k + 2], hidden)
+        pieces, at = segments(rows, batch.doc_starts), positions[rows] + k + 1
+        for layer, cache in zip(drafter.decoder_layers, caches, strict=True):
+            inputs = layer.inputs(tokens[rows + k + 2], hidden)
+            cache.add(*layer.self_attn.keys_values(inputs, at), keep)
+            mixed = cache.attend(layer.self_attn.queries(inputs, at), pieces)
+            hidden = layer.finish(mixed, hidden)
+
+
+def _first_step(
+    drafter: Drafter, batch: Batch, tokens: Tensor, rows: Tensor, positions: Tensor
+) -> tuple[Tensor, list[_Cache]]:
+    """Last layer's output at `rows` [R, H] at step 0, and every layer's cache."""
+    *below, last = drafter.decoder_layers
+    # row t reads token t + 1; what a document's last row reads is never attended to
+    tokens, hidden = tokens.roll(-1, dims=0), drafter.fuse(batch.aux)
+    caches = []
+    for layer in below:
+        inputs = layer.inputs(tokens, hidden)
+        caches.append(_Cache(*layer.self_attn.keys_values(inputs, positions)))
+        everywhere = segments(torch.arange(batch.num_rows, device=rows.device), batch.doc_starts)
+        mixed = caches[-1].attend(layer.self_attn.queries(inputs, positions), everywhere)
+        hidden = layer.finish(mixed, hidden)
+    inputs = last.inputs(tokens, hidden)
+    caches.append(_Cache(*last.self_attn.keys_values(inputs, positions)))
+    q = last.self_attn.queries(inputs[rows], positions[rows])
+    mixed = caches[-1].attend(q, segments(rows, batch.doc_starts))
+    return last.finish(mixed, hidden[rows]), caches
 
 
 class TTTModel(nn.Module):
@@ -96,6 +135,7 @@ class TTTModel(nn.Module):
         self.drafter = drafter
         self.teacher = teacher
         self.step_weights = step_weights
+        self._told: set[str] = set()
 
     def forward(self, batch: Batch, scale: Tensor, score: bool) -> TTTOutput:
         """Loss sum_k w_k * scale_k * (summed loss of step k).
@@ -108,7 +148,7 @@ class TTTModel(nn.Module):
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
         taught = self.teacher(batch.final, top1=score)
-        if self.loss == "soft_ce" and fast.supported(self.drafter, batch):
+        if not self._obstacle(batch):
             from eagle3.fast.step import fast_ttt
 
             return fast_ttt(self.drafter, batch, taught, self.step_weights, scale)
@@ -131,6 +171,16 @@ class TTTModel(nn.Module):
         return TTTOutput(
             loss=loss, step_loss=step_loss, rows=rows, accepted=accepted if score else None
         )
+
+    def _obstacle(self, batch: Batch) -> str | None:
+        """Why the plain path must do; told once on a GPU, where it is many times slower."""
+        found = fast.obstacle(self.drafter, batch)
+        if found is None and self.loss != "soft_ce":
+            found = f"train.loss={self.loss}, not soft_ce"
+        if found and batch.aux.is_cuda and found not in self._told:
+            self._told.add(found)
+            log.warning("training takes the slow path: %s", found)
+        return found
 
 
 def supervised_rows(batch: Batch, num_steps: int) -> Tensor:

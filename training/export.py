@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from eagle3 import export as formats
+from eagle3 import speculators_format
 from eagle3.config import Config, command
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match
@@ -58,7 +59,7 @@ def export(config: Config) -> Path:
     )
     formats.save_sglang(drafter, config.drafter_dir, target, aux_layers, dtype, manifest)
     if config.export.speculators:
-        formats.save_speculators(
+        speculators_format.save(
             drafter.to(dtype),
             config.drafter_dir / "speculators",
             target,

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from eagle3 import export as formats
-from eagle3 import provenance
-from eagle3.config import Config
+from eagle3 import provenance, speculators_format
+from eagle3.config import Config, DraftConfig
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.loss import LOSSES, Teacher
@@ -45,7 +45,13 @@ def draft_vocab(
     if config.train.init_from is None:
         vocab = DraftVocab.build(counts, config.draft.vocab_size)
     else:
-        vocab = formats.load_vocab(Path(config.train.init_from), len(counts))
+        folder = Path(config.train.init_from)
+        load_vocab = (
+            speculators_format.load_vocab
+            if speculators_format.recognised(folder)
+            else formats.load_vocab
+        )
+        vocab = load_vocab(folder, len(counts))
     return vocab, vocab.coverage(counts)
 
 
@@ -74,12 +80,34 @@ def build_model(config: Config, target: Target, vocab: DraftVocab) -> TTTModel:
         )
         drafter = Drafter.fresh(shape, vocab, target.embeddings().float(), lm_head)
     else:
-        drafter, found = formats.load_sglang(Path(config.train.init_from), target)
-        drafter.train()
-        if found != aux_layers:
-            raise UserError(
-                f"train.init_from={config.train.init_from} reads layers {found}, the run "
-                f"{aux_layers}: set target.aux_layers and extract again"
-            )
+        drafter = existing_drafter(config, target, aux_layers)
     weights = [config.train.step_decay**k for k in range(config.train.ttt_steps)]
     return TTTModel(drafter, Teacher(lm_head, vocab), weights, config.train.loss)
+
+
+def existing_drafter(config: Config, target: Target, aux_layers: list[int]) -> Drafter:
+    """The drafter of `train.init_from`, in SGLang's or speculators' format.
+
+    Its shape and draft vocabulary are kept. The target may be another than it was made for, a
+    fine-tuned one for example, as long as the sizes are the same.
+
+    Raises:
+        UserError: it does not fit the target, its aux layers, or what `draft` asks for.
+    """
+    folder = Path(config.train.init_from or "")
+    load = speculators_format.load if speculators_format.recognised(folder) else formats.load_sglang
+    drafter, found = load(folder, target)
+    if found != aux_layers:
+        raise UserError(
+            f"train.init_from={folder} reads layers {found}, the run {aux_layers}: set "
+            "target.aux_layers and extract again"
+        )
+    default = asdict(DraftConfig())
+    for key, wanted in asdict(config.draft).items():
+        has = getattr(drafter.config, "draft_vocab_size" if key == "vocab_size" else key)
+        if wanted not in (default[key], has):
+            raise UserError(
+                f"draft.{key}={wanted}, but train.init_from={folder} has {has}, which is kept: "
+                f"set draft.{key}={has}"
+            )
+    return drafter.train()

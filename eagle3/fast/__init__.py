@@ -1,7 +1,7 @@
 """The training step on a GPU: forward and backward written by hand, exact, without torch.compile.
 
 `eagle3.ttt` is the definition and runs everywhere; this package computes the same loss and
-gradients where `supported` says so, several times faster. What it does differently:
+gradients unless there is an `obstacle`, several times faster. What it does differently:
 
     layout.py         rows sorted so that each step's are the first ones; no step asks the GPU
     unroll.py         the drafter over all steps, and its gradients: one matrix product per weight
@@ -30,23 +30,33 @@ if TYPE_CHECKING:
     from eagle3.batch import Batch
     from eagle3.drafter import Drafter
 
-__all__ = ["Layout", "supported"]
+__all__ = ["Layout", "obstacle", "supported"]
+
+
+def obstacle(drafter: Drafter, batch: Batch) -> str | None:
+    """Why `step.fast_ttt` cannot train this drafter on this batch; None if it can.
+
+    The answer must not depend on what is supervised: gradients come from the same graph on every
+    rank.
+    """
+    config, weight = drafter.config, drafter.fc.weight
+    if not batch.aux.is_cuda:
+        return "no GPU"
+    if not weight.dtype == batch.aux.dtype == torch.bfloat16:
+        return f"weights are {weight.dtype} and states {batch.aux.dtype}, not both bfloat16"
+    if torch.cuda.get_device_capability(batch.aux.device) < (8, 0):
+        return "flash attention needs a GPU of compute capability 8.0"
+    if config.num_layers > 1:
+        return f"draft.num_layers={config.num_layers}, not 1"
+    if config.norm_before_fc or config.fc_norm or config.norm_output:
+        return "the drafter has optional norms"
+    if config.head_dim % 8 or config.head_dim > 256:
+        return f"draft.head_dim={config.head_dim} is not a multiple of 8 up to 256"
+    if batch.layout is None:
+        return "the batch has no layout: it did not come to the GPU with Batch.to"
+    return None
 
 
 def supported(drafter: Drafter, batch: Batch) -> bool:
-    """Whether `step.fast_ttt` can train this drafter on this batch.
-
-    It needs a GPU with flash attention, bf16 and a plain drafter (no optional norms). The answer
-    must not depend on what is supervised: gradients come from the same graph on every rank.
-    """
-    config, weight = drafter.config, drafter.fc.weight
-    return (
-        batch.aux.is_cuda
-        and weight.dtype == torch.bfloat16
-        and batch.aux.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(batch.aux.device) >= (8, 0)
-        and not (config.norm_before_fc or config.fc_norm or config.norm_output)
-        and config.head_dim % 8 == 0
-        and config.head_dim <= 256
-        and batch.layout is not None
-    )
+    """Whether `step.fast_ttt` can train this drafter on this batch."""
+    return obstacle(drafter, batch) is None

@@ -39,6 +39,7 @@ class Unroll:
         self.o = attention.o_proj.weight
         self.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
         self.down = mlp.down_proj.weight
+        assert layer.input_layernorm is not None
         self.token_norm = layer.input_layernorm.weight
         self.hidden_norm = layer.hidden_norm.weight
         self.post_norm = layer.post_attention_layernorm.weight

@@ -25,20 +25,24 @@ def supervised(batch: Batch, step: int) -> list[int]:
 
 def naive_logits(drafter: Drafter, batch: Batch, num_steps: int) -> list[Tensor]:
     """Logits of all N rows at every step [N, V]; past a document's end they mean nothing."""
-    layer, n = drafter.midlayer, batch.num_rows
-    rows = torch.arange(n)
+    rows = torch.arange(batch.num_rows)
     positions = batch.positions()
     hidden = drafter.fuse(batch.aux)
-    keys, values, all_logits = [], [], []
+    layers = drafter.decoder_layers
+    keys, values = [[] for _ in layers], [[] for _ in layers]
+    all_logits = []
     for k in range(num_steps):
         tokens = drafter.token_states(batch.input_ids.roll(-1 - k))
-        inputs = layer.inputs(tokens, hidden)
-        q = layer.self_attn.queries(inputs, positions + k)
-        key, value = layer.self_attn.keys_values(inputs, positions + k)
-        keys.append(key)
-        values.append(value)
-        mixed = reference(q, keys[0], values[0], keys[1:], values[1:], rows, batch.doc_starts)
-        normed, hidden = drafter.outputs(layer.finish(mixed, hidden))
+        for i, layer in enumerate(layers):
+            inputs = layer.inputs(tokens, hidden)
+            q = layer.self_attn.queries(inputs, positions + k)
+            key, value = layer.self_attn.keys_values(inputs, positions + k)
+            keys[i].append(key)
+            values[i].append(value)
+            first, later = (keys[i][0], values[i][0]), (keys[i][1:], values[i][1:])
+            mixed = reference(q, *first, *later, rows, batch.doc_starts)
+            hidden = layer.finish(mixed, hidden)
+        normed, hidden = drafter.outputs(hidden)
         all_logits.append(drafter.lm_head(normed))
     return all_logits
 

@@ -31,7 +31,8 @@ def write(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}]
+    "options",
+    [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3}],
 )
 def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) -> None:
     drafter = write(target, tmp_path, **options)
@@ -89,7 +90,8 @@ def test_damaged_tensors_are_named(
         ({"eagle_config": {}}, "eagle_aux_hidden_state_layer_ids"),
         ({"rope_theta": 5.0}, "rope_theta"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2}, "missing tensor layers.1.self_attn.q_proj"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3"),
         ({"num_aux_hidden_states": 4}, "disagrees"),
         ({"draft_vocab_size": 300}, "lm_head.weight is"),
         ({"head_dim": 32}, "q_proj"),

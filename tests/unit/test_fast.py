@@ -31,7 +31,7 @@ def reference(
     """Output and gradients of the plain path, on copies in another type."""
     model = copy.deepcopy(model).to(dtype)
     with monkeypatch.context() as patch:
-        patch.setattr(fast, "supported", lambda *_: False)
+        patch.setattr(fast, "obstacle", lambda *_: "a test")
         moved = batch.to(DEVICE, dtype)
         rows = supervised_rows(moved, len(model.step_weights))
         output = model(moved, 1.0 / rows.clamp(min=1).double(), score=True)
@@ -102,9 +102,8 @@ def test_loss_and_every_gradient_equal_the_plain_path(
 def test_the_plain_path_stays_where_the_fast_one_does_not_apply() -> None:
     drafter, _ = tiny_drafter()
     batch = make_batch(small_masks(), drafter.config)
-    assert not fast.supported(drafter, batch)
     batch.layout = laid_out(batch)
-    assert not fast.supported(drafter, batch)  # not on a GPU
+    assert fast.obstacle(drafter, batch) == "no GPU"
 
 
 LONG = [
@@ -137,7 +136,7 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     _, plain_grads = reference(model, batch, torch.bfloat16, monkeypatch)
 
     moved = batch.to("cuda", torch.bfloat16)
-    assert fast.supported(drafter, moved)
+    assert fast.obstacle(drafter, moved) is None
     scale = 1.0 / supervised_rows(moved, 7).clamp(min=1)
     output = model(moved, scale, score=True)
     output.loss.backward()

@@ -1,13 +1,15 @@
 """Our drafter against speculators' Eagle3DraftModel with the same weights, and its file format."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3 import export
+from eagle3 import speculators_format
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
+from eagle3.errors import UserError
 from eagle3.loss import Teacher
 from eagle3.target import Target
 from eagle3.ttt import TTTModel, supervised_rows, unroll
@@ -57,11 +59,12 @@ def their_forward(model: torch.nn.Module, batch: Batch, mask: torch.Tensor | Non
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}]
+    "options",
+    [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3}],
 )
 def test_logits_of_every_step_are_the_same(target: Target, tmp_path: Path, options: dict) -> None:
     drafter = target_drafter(target, **options)
-    export.save_speculators(drafter, tmp_path, target, AUX, STEPS)
+    speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
     batch = one_turn(drafter)
     with torch.no_grad():
         theirs, _ = their_forward(load(tmp_path), batch)
@@ -80,7 +83,7 @@ def test_loss_is_the_same_where_the_definitions_meet(target: Target, tmp_path: P
     from speculators.losses.eager import kl_div_loss
 
     drafter = target_drafter(target)
-    export.save_speculators(drafter, tmp_path, target, AUX, STEPS)
+    speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
     batch = one_turn(drafter)
     model = TTTModel(drafter, Teacher(target.lm_head(), drafter.vocab), [1.0] * STEPS)
     with torch.no_grad():
@@ -96,12 +99,80 @@ def test_loss_is_the_same_where_the_definitions_meet(target: Target, tmp_path: P
             torch.testing.assert_close(kl.sum().reshape(()), found, rtol=1e-3, atol=1e-3)
 
 
-def test_their_loader_reads_back_every_tensor(target: Target, tmp_path: Path) -> None:
-    drafter = target_drafter(target, fc_norm=True)
-    export.save_speculators(drafter, tmp_path, target, AUX, STEPS)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_their_loader_reads_back_every_tensor(
+    target: Target, tmp_path: Path, num_layers: int
+) -> None:
+    drafter = target_drafter(target, fc_norm=True, num_layers=num_layers)
+    speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
     model = load(tmp_path)
     found = model.state_dict()
     for name, tensor in drafter.state_dict().items():
-        assert torch.equal(found[name.replace("midlayer.", "layers.0.")], tensor), name
+        theirs = name.replace("midlayer.", "layers.0.")
+        theirs = theirs.replace("layers.1.hidden_norm", "layers.1.input_layernorm")
+        assert torch.equal(found[theirs], tensor), name
     assert model.config.eagle_aux_hidden_state_layer_ids == AUX
     assert model.config.transformer_layer_config.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"fc_norm": True, "norm_output": True}])
+def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) -> None:
+    drafter = target_drafter(target, **options)
+    speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
+    again, aux_layers = speculators_format.load(tmp_path, target)
+    assert again.config == drafter.config and aux_layers == AUX
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    found = speculators_format.load_vocab(tmp_path, target.vocab_size)
+    assert torch.equal(found.target_ids, drafter.vocab.target_ids)
+
+
+def test_a_drafter_that_speculators_made_is_understood(target: Target, tmp_path: Path) -> None:
+    """Its whole vocabulary, without maps, and its default layers; nothing of ours wrote it."""
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import LlamaConfig
+
+    shape = {k: target.config[k] for k in ("hidden_size", "vocab_size", "intermediate_size")}
+    layer = LlamaConfig(
+        **shape, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )  # fmt: skip
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=shape["vocab_size"]
+    )
+    model = Eagle3DraftModel(config)
+    torch.nn.init.normal_(model.lm_head.weight)  # it would come from the target
+    model.save_pretrained(str(tmp_path))
+    drafter, aux_layers = speculators_format.load(tmp_path, Deeper(folder=target.folder))
+    assert aux_layers == [2, 15, 27] and drafter.config.num_layers == 2
+    assert drafter.config.rope_theta == 5e5 and drafter.vocab.size == shape["vocab_size"]
+    assert torch.equal(drafter.layers["1"].mlp.up_proj.weight, model.layers[1].mlp.up_proj.weight)
+
+
+class Deeper(Target):
+    """A target with room for speculators' default layers."""
+
+    num_layers = 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"speculators_model_type": "dflash"}, "dflash"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"embed_requires_grad": True}, "embeddings of its own"),
+        ({"fc_norm": True}, "missing tensor fc_norm.0.weight"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "qwen3"),
+        ({"draft_vocab_size": 300}, "lm_head.weight is"),
+    ],
+)
+def test_a_drafter_that_ours_cannot_be_is_refused(
+    target: Target, tmp_path: Path, changes: dict, problem: str
+) -> None:
+    speculators_format.save(target_drafter(target), tmp_path, target, AUX, STEPS)
+    data = json.loads((tmp_path / "config.json").read_text())
+    for key, value in changes.items():
+        data[key] = data[key] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match=problem):
+        speculators_format.load(tmp_path, target)
