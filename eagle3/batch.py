@@ -16,7 +16,7 @@ k's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,25 @@ class Batch:
         """Position of each row in its document [N]."""
         rows = torch.arange(self.num_rows, device=self.input_ids.device)
         return rows - self.doc_starts[self.doc_of_row()]
+
+
+MASKS = ("serving", "token")
+"""Rules of what is supervised; `supervised_by` does the second, the first needs nothing done."""
+
+
+def supervised_by(rule: str, batch: Batch) -> Batch:
+    """The batch with the loss mask of a rule, before it gets its layout.
+
+    "serving" is the rule above. "token" counts a row by the token it sits at, as other systems do:
+    x_t must have been generated as well. A turn's first draft is then not trained. Leaving the
+    first token of each turn out of the loss mask says exactly that.
+    """
+    if rule == "serving":
+        return batch
+    mask = batch.loss_mask.bool()
+    before = mask.roll(1)
+    before[batch.doc_starts[:-1]] = False
+    return replace(batch, loss_mask=mask & before)
 
 
 def needed_final(loss_mask: Tensor) -> Tensor:

@@ -200,6 +200,9 @@ class TrainConfig:
     ttt_steps: int = 7
     loss: str = "soft_ce"
     """soft_ce, hard_ce, tv or log_acceptance; see eagle3/loss.py. The GPU path has soft_ce only."""
+    mask: str = "serving"
+    """serving: all rows at which a server drafts. token: only rows whose own token was generated,
+    as other systems count; for comparison."""
     step_decay: float = 0.8
     """Weight of TTT step k is step_decay ** k."""
     init_from: str | None = None

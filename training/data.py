@@ -110,11 +110,14 @@ def prefetch(
     device: torch.device,
     dtype: torch.dtype,
     depth: int = 2,
+    mask: str = "serving",
 ) -> Iterator[Batch]:
     """Read batches ahead on a thread, in order; an error there is raised here.
 
     On a GPU they are copied and decoded on a stream of their own, beside the training step.
-    """
+
+    Args:
+        mask: rule of what is supervised, one of `eagle3.batch.MASKS`.
     Item = tuple[Batch, Any] | BaseException | None
     ready: queue.Queue[Item] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
@@ -133,7 +136,7 @@ def prefetch(
                 for numbers in batches:
                     if stopped.is_set():
                         return
-                    batch = reader.batch(numbers, device, dtype)
+                    batch = reader.batch(numbers, device, dtype, mask)
                     put((batch, None if stream is None else stream.record_event()))
             put(None)
         except BaseException as error:

@@ -10,6 +10,7 @@ import torch
 
 from eagle3 import export as formats
 from eagle3 import provenance, speculators_format
+from eagle3.batch import MASKS
 from eagle3.config import Config, DraftConfig
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
@@ -66,10 +67,12 @@ def build_model(config: Config, target: Target, vocab: DraftVocab) -> TTTModel:
     """Drafter and teacher of a run: fresh from the seed, or the drafter of `train.init_from`.
 
     Raises:
-        UserError: an unknown loss, or a drafter that does not fit the run.
+        UserError: an unknown loss or mask, or a drafter that does not fit the run.
     """
     if config.train.loss not in LOSSES:
         raise UserError(f"train.loss={config.train.loss} is not one of {sorted(LOSSES)}")
+    if config.train.mask not in MASKS:
+        raise UserError(f"train.mask={config.train.mask} is not one of {list(MASKS)}")
     torch.manual_seed(config.seed)
     aux_layers = target.aux_layers(config.target.aux_layers)
     lm_head = target.lm_head().float()

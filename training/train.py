@@ -75,7 +75,9 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step; validate, log and save on the way."""
         train = self.config.train
-        batches = prefetch(self.reader, self._my_batches(self.step), self.world.device, self.dtype)
+        batches = prefetch(
+            self.reader, self._my_batches(self.step), self.world.device, self.dtype, mask=train.mask
+        )
         last = checkpoint.load_state(self.resumed) if self.resumed else {}
         with console.progress("train") as bar:
             task = bar.add_task("", total=self.num_steps, completed=self.step, note="")
@@ -194,6 +196,7 @@ class Trainer:
                 "init_from": init_identity(config),
                 "ttt_steps": config.train.ttt_steps,
                 "loss": config.train.loss,
+                "mask": config.train.mask,
                 "step_decay": config.train.step_decay,
                 "tokens_per_batch": config.train.tokens_per_batch,
                 "micro_batches_per_step": config.train.accumulation * self.world.size,

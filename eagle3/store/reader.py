@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.batch import Batch, needed_final
+from eagle3.batch import Batch, needed_final, supervised_by
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.store.codecs import get
@@ -81,8 +81,10 @@ class StoreReader:
         numbers: Sequence[int],
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        mask: str = "serving",
     ) -> Batch:
-        """Pack whole samples into one batch on a device, the states in `dtype` (None: the codec's).
+        """Pack whole samples into one batch on a device, the states in `dtype` (None: the codec's),
+        supervised by a rule of `batch.MASKS`.
 
         The states travel encoded and are decoded there: fewer bytes to move, and a GPU is faster at
         it.
@@ -99,13 +101,16 @@ class StoreReader:
             lengths.append(len(needed))
             taken += int(self._final_rows[number])
         joined = {key: torch.cat(tensors) for key, tensors in parts.items()}
-        tokens = Batch(
-            input_ids=joined.pop("input_ids").long(),
-            loss_mask=joined.pop("loss_mask").bool(),
-            doc_starts=torch.tensor(lengths).cumsum(0),
-            aux=torch.empty(0),
-            final=torch.empty(0),
-            final_index=torch.cat(indexes),
+        tokens = supervised_by(
+            mask,
+            Batch(
+                input_ids=joined.pop("input_ids").long(),
+                loss_mask=joined.pop("loss_mask").bool(),
+                doc_starts=torch.tensor(lengths).cumsum(0),
+                aux=torch.empty(0),
+                final=torch.empty(0),
+                final_index=torch.cat(indexes),
+            ),
         ).to(device)
         states = {key: _to(tensor, device) for key, tensor in joined.items()}
         aux, final = (self.codec.decode(kind, states) for kind in ("aux", "final"))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from eagle3.batch import depths, needed_final
+from eagle3.batch import depths, needed_final, supervised_by
 from tests.conftest import make_batch, ragged_masks, tiny_config
 from tests.unit.naive import supervised
 
@@ -33,3 +33,16 @@ def test_every_teacher_row_has_its_final_state() -> None:
 
 def test_needed_final_keeps_the_rows_before_generated_tokens() -> None:
     assert needed_final(torch.tensor([0, 1, 1, 0, 0, 1])).tolist() == [1, 1, 0, 0, 1, 0]
+
+
+def test_the_token_rule_drops_rows_whose_own_token_is_not_generated() -> None:
+    """Against the rule in words, row by row, on several turns in several documents."""
+    batch = make_batch(ragged_masks(), tiny_config())
+    depth = depths(supervised_by("token", batch))
+    for step in range(6):
+        expected = [t for t in supervised(batch, step) if batch.loss_mask[t]]
+        assert (depth > step).nonzero().flatten().tolist() == expected
+    dropped = set(supervised(batch, 0)) - set((depth > 0).nonzero().flatten().tolist())
+    first = [t for t in supervised(batch, 0) if not batch.loss_mask[t]]
+    assert sorted(dropped) == first and len(first) > 5
+    assert torch.equal(depths(supervised_by("serving", batch)), depths(batch))

@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3.batch import depths
 from eagle3.config import OptimizerConfig
 from eagle3.errors import UserError
-from training.data import BatchPlan, Split, pack
+from tests.conftest import make_batch, ragged_masks, tiny_config
+from training.data import BatchPlan, Split, pack, prefetch
 from training.engine import learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=200)
@@ -68,3 +70,17 @@ def test_learning_rate_warms_up_and_decays() -> None:
     rates = torch.tensor([learning_rate(s, 100, config) for s in range(100)])
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
     assert (rates[9:].diff() <= 0).all() and rates[-1] == pytest.approx(0.2, abs=1e-3)
+
+
+def test_prefetch_applies_the_rule_of_what_is_supervised() -> None:
+    class Reader:
+        def batch(self, numbers: list[int]) -> object:
+            return make_batch(ragged_masks(), tiny_config())
+
+    def rows(mask: str) -> int:
+        (found,) = prefetch(
+            Reader(), [[0]], torch.device("cpu"), torch.float32, mask=mask  # type: ignore[arg-type]
+        )  # fmt: skip
+        return int((depths(found) > 0).sum())
+
+    assert rows("serving") > rows("token") > 0

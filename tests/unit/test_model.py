@@ -1,4 +1,4 @@
-"""A run that goes on from an existing drafter."""
+"""What a run trains, above all one that goes on from an existing drafter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from eagle3.config import Config, DraftConfig, TargetConfig, TrainConfig
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.target import Target
+from eagle3.vocab import DraftVocab
 from tests.unit.test_export import AUX, target_drafter
 from training.model import build_model, draft_vocab
 
@@ -93,3 +94,10 @@ def test_a_drafter_of_another_target_is_refused(target: Target, tmp_path: Path) 
         draft_vocab(run(tmp_path), Store(7), [])  # type: ignore[arg-type]
     with pytest.raises(UserError, match="holds no drafter"):
         draft_vocab(run(tmp_path / "none"), Store(7), [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["mask", "loss"])
+def test_an_unknown_rule_or_loss_is_refused(target: Target, key: str) -> None:
+    config = Config(train=TrainConfig(**{key: "other"}))
+    with pytest.raises(UserError, match=f"train.{key}=other is not one of"):
+        build_model(config, target, DraftVocab.build(torch.ones(2048), 64))
