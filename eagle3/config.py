@@ -199,7 +199,7 @@ class TrainConfig:
     accumulation: int = 1
     ttt_steps: int = 7
     loss: str = "soft_ce"
-    """soft_ce, hard_ce, tv or log_acceptance; see eagle3/loss.py. The GPU path has soft_ce only."""
+    """soft_ce, hard_ce, tv or log_acceptance; see eagle3/loss.py."""
     mask: str = "serving"
     """serving: all rows at which a server drafts. token: only rows whose own token was generated,
     as other systems count; for comparison."""

@@ -44,9 +44,10 @@ class Teacher(nn.Module):
         self.outside: Tensor
 
     @torch.no_grad()
-    def forward(self, final: Tensor, top1: bool) -> TeacherRows:
-        """Teacher of post-norm final states [M, H]."""
-        logits = final @ self.inside.T
+    def forward(self, final: Tensor, top1: bool, wide: bool = False) -> TeacherRows:
+        """Teacher of post-norm final states [M, H]; `wide` asks for float32 logits at least."""
+        inside = self.inside.T
+        logits = wide_product(final, inside) if wide else final @ inside
         if not top1:
             return TeacherRows(logits=logits, top1=None)
         best, index = logits.max(dim=-1)
@@ -57,6 +58,13 @@ class Teacher(nn.Module):
                 index[part] = torch.where(rival > best[part], -1, index[part])
         return TeacherRows(logits=logits, top1=index)
 
+
+LEAST_OVERLAP = 1e-6
+"""Overlap below which log_acceptance is constant."""
+
+STEP_LIKE = frozenset({"tv", "log_acceptance"})
+"""Losses whose gradient jumps where p = q. Logits rounded to bf16 fall on the wrong side so often
+that the gradient is off by 6 to 27%; these losses get float32 logits, of teacher and drafter."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Teacher probabilities p [R, V] and log q [R, V] -> loss of each row [R]."""
@@ -81,7 +89,7 @@ LOSSES: dict[str, Loss] = {
     "soft_ce": _soft_ce,
     "hard_ce": _hard_ce,
     "tv": lambda p, log_q: 1 - _overlap(p, log_q),  # total variation: the chance of a rejection
-    "log_acceptance": lambda p, log_q: -_overlap(p, log_q).clamp(min=1e-6).log(),
+    "log_acceptance": lambda p, log_q: -_overlap(p, log_q).clamp(min=LEAST_OVERLAP).log(),
 }
 
 
@@ -89,7 +97,7 @@ def loss_reference(
     hidden: Tensor, weight: Tensor, teacher_logits: Tensor, kind: str = "soft_ce"
 ) -> Tensor:
     """The definition: summed loss of rows [R, H] under lm_head `weight` [V, H]."""
-    log_q = _wide(hidden @ weight.T).log_softmax(dim=-1)
+    log_q = wide_product(hidden, weight.T).log_softmax(dim=-1)
     return LOSSES[kind](_wide(teacher_logits).softmax(dim=-1), log_q).sum()
 
 
@@ -112,7 +120,7 @@ class _LmHeadLoss(torch.autograd.Function):
         grad_weight = _wide(torch.zeros_like(weight)) if need_grad else None
         for start in range(0, hidden.shape[0], CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            logits = _wide(hidden[part] @ weight.T)
+            logits = wide_product(hidden[part], weight.T)
             top1[part] = logits.argmax(dim=-1)
             p = _wide(teacher_logits[teacher_rows[part]]).softmax(dim=-1)
             chunk_loss, grad_logits = _loss_and_gradient(kind, p, logits, need_grad)
@@ -169,6 +177,13 @@ def lm_head_loss(
     """
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LmHeadLoss.apply(hidden, weight, teacher_logits, teacher_rows, kind, need_grad)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and kept in float32 at least."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return _wide(a) @ _wide(b)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from eagle3 import fast
 from eagle3.attention import Segment, segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
-from eagle3.loss import Teacher, lm_head_loss
+from eagle3.loss import STEP_LIKE, Teacher, lm_head_loss
 
 log = logging.getLogger(__name__)
 
@@ -147,11 +147,11 @@ class TTTModel(nn.Module):
         """
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
-        taught = self.teacher(batch.final, top1=score)
+        taught = self.teacher(batch.final, top1=score, wide=self.loss in STEP_LIKE)
         if not self._obstacle(batch):
             from eagle3.fast.step import fast_ttt
 
-            return fast_ttt(self.drafter, batch, taught, self.step_weights, scale)
+            return fast_ttt(self.drafter, batch, taught, self.step_weights, scale, self.loss)
         step_loss = torch.zeros(num_steps, device=device)
         rows = torch.zeros(num_steps, dtype=torch.int64, device=device)
         accepted = torch.zeros(num_steps, dtype=torch.int64, device=device)
@@ -175,8 +175,6 @@ class TTTModel(nn.Module):
     def _obstacle(self, batch: Batch) -> str | None:
         """Why the plain path must do; told once on a GPU, where it is many times slower."""
         found = fast.obstacle(self.drafter, batch)
-        if found is None and self.loss != "soft_ce":
-            found = f"train.loss={self.loss}, not soft_ce"
         if found and batch.aux.is_cuda and found not in self._told:
             self._told.add(found)
             log.warning("training takes the slow path: %s", found)

@@ -12,7 +12,7 @@ gradients unless there is an `obstacle`, several times faster. What it does diff
     gather.py         rows scattered, heads of a group added up
     norm.py           residual sum and RMS norms in one pass
     swiglu.py         SwiGLU
-    cross_entropy.py  lm_head and loss in row chunks; the gradients made while logits exist
+    loss.py           lm_head and loss in row chunks; the gradients made while logits exist
     step.py           all of it behind one autograd function
 
 Kernels are Triton; beside each stands the same in plain PyTorch, which the tests compare with.

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
-from eagle3.fast.cross_entropy import soft_cross_entropy
 from eagle3.fast.layout import Layout
+from eagle3.fast.loss import lm_head_loss
 from eagle3.fast.unroll import Unroll
 from eagle3.loss import TeacherRows
 from eagle3.ttt import TTTOutput
@@ -46,13 +46,18 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fast_ttt(
-    drafter: Drafter, batch: Batch, taught: TeacherRows, step_weights: list[float], scale: Tensor
+    drafter: Drafter,
+    batch: Batch,
+    taught: TeacherRows,
+    step_weights: list[float],
+    scale: Tensor,
+    kind: str = "soft_ce",
 ) -> TTTOutput:
     """What `eagle3.ttt.TTTModel.forward` returns, differentiable in the drafter's parameters.
 
     Args:
         taught: the teacher of `batch.final`; acceptance is counted where it has a top-1.
-        scale: factor of each step's summed loss [K].
+        scale: factor of each step's summed loss [K]. kind: one of `eagle3.loss.LOSSES`.
     """
     layout = batch.layout
     if layout is None:
@@ -61,7 +66,7 @@ def fast_ttt(
     weights = [scale[k].float() * weight for k, weight in enumerate(step_weights)]
     need_grad = torch.is_grad_enabled()
     loss, step_loss, top1 = _FastTTT.apply(
-        drafter, batch, layout, taught, weights, list(named), need_grad, *named.values()
+        drafter, batch, layout, taught, weights, kind, list(named), need_grad, *named.values()
     )
     counts = layout.counts(len(step_weights))
     accepted = None if taught.top1 is None else _accepted(batch, layout, taught.top1, top1, counts)
@@ -77,6 +82,7 @@ class _FastTTT(torch.autograd.Function):
         layout: Layout,
         taught: TeacherRows,
         weights: list[Tensor],
+        kind: str,
         names: list[str],
         need_grad: bool,
         *parameters: Tensor,
@@ -92,9 +98,9 @@ class _FastTTT(torch.autograd.Function):
         unroll = Unroll(drafter, batch, layout, len(weights))
         states = unroll.forward()
         row_weights = [w.expand(n) for w, n in zip(weights, layout.sizes, strict=False)]
-        row_loss, top1, grad_lm_head = soft_cross_entropy(
+        row_loss, top1, grad_lm_head = lm_head_loss(
             states, drafter.lm_head.weight, taught.logits, _teacher_rows(batch, layout, unroll),
-            torch.cat(row_weights), need_grad,
+            torch.cat(row_weights), kind, need_grad,
         )  # fmt: skip
         step_loss = torch.zeros(len(weights), device=states.device)
         for k, part in enumerate(unroll.parts):
@@ -109,7 +115,7 @@ class _FastTTT(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.unroll is None:
-            return (*[None] * 7, *(torch.zeros_like(p) for p in ctx.saved_tensors))
+            return (*[None] * 8, *(torch.zeros_like(p) for p in ctx.saved_tensors))
         factor = grad_loss.float()
         grads = ctx.unroll.backward(scaled(ctx.grad_states, factor, ctx.grad_states.dtype))
         del ctx.unroll, ctx.grad_states
@@ -118,7 +124,7 @@ class _FastTTT(torch.autograd.Function):
         if head in dtypes:
             grads[head] = scaled(ctx.grad_lm_head, factor, dtypes[head])
         del ctx.grad_lm_head
-        return (*[None] * 7, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
+        return (*[None] * 8, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
 
 
 def _teacher_rows(batch: Batch, layout: Layout, unroll: Unroll) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 
 from eagle3 import fast
 from eagle3.batch import Batch
-from eagle3.fast import cross_entropy, diagonal, gather, norm, rope, step, swiglu
+from eagle3.fast import diagonal, gather, norm, rope, step, swiglu
 from eagle3.fast import layout as layouts
+from eagle3.fast import loss as losses
 from eagle3.fast.step import fast_ttt
-from eagle3.loss import Teacher
+from eagle3.loss import LOSSES, STEP_LIKE, Teacher
 from eagle3.ttt import TTTModel, TTTOutput, supervised_rows, unroll
 from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter
 
@@ -69,20 +70,34 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_loss_and_every_gradient_equal_the_plain_path(
     min_gap: int, shape: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compare_with_the_plain_path(min_gap, shape, "soft_ce", monkeypatch)
+
+
+@pytest.mark.skipif(GPU, reason="in Triton's interpreter")
+@pytest.mark.parametrize("kind", sorted(LOSSES.keys() - {"soft_ce"}))
+def test_other_losses_equal_the_plain_path(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_with_the_plain_path(64, {}, kind, monkeypatch)
+
+
+def compare_with_the_plain_path(
+    min_gap: int, shape: dict, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layouts, "MIN_GAP", min_gap)
     drafter, lm_head = tiny_drafter(**shape)
     weights = [0.8**k for k in range(4)]
-    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), weights)
-    batch = agreeing(make_batch(small_masks(), drafter.config), model)
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), weights, kind)
+    batch = make_batch(small_masks(), drafter.config)
+    if kind not in STEP_LIKE:  # they have no gradient where teacher and drafter are the same
+        batch = agreeing(batch, model)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
-    assert expected.accepted[1] > 0
+    assert expected.accepted[1] > 0 or kind in STEP_LIKE
 
     model.float()
     batch = batch.to("cpu", torch.float32)
     batch.layout = laid_out(batch)
     taught = model.teacher(batch.final, top1=True)
     scale = 1.0 / supervised_rows(batch, 4)
-    output = fast_ttt(drafter, batch, taught, weights, scale)
+    output = fast_ttt(drafter, batch, taught, weights, scale, kind)
     (3 * output.loss).backward()
     assert output.rows.tolist() == expected.rows.tolist()
     assert output.accepted.tolist() == expected.accepted.tolist()
@@ -94,7 +109,7 @@ def test_loss_and_every_gradient_equal_the_plain_path(
         assert relative(found[name] / 3, grad) < 3e-6, name
 
     with torch.no_grad():
-        again = fast_ttt(drafter, batch, taught, weights, scale)
+        again = fast_ttt(drafter, batch, taught, weights, scale, kind)
     assert not again.loss.requires_grad
     torch.testing.assert_close(again.loss, output.loss.detach(), rtol=1e-6, atol=0)
 
@@ -114,11 +129,16 @@ LONG = [
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted(LOSSES))
 @pytest.mark.parametrize("masks", [LONG, [[1] * 129, [1] * 128]], ids=["ragged", "all"])
 def test_bf16_is_as_near_float64_as_the_plain_path(
-    masks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    masks: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss, acceptance and gradients; the gradient as a whole is within 1%."""
+    """Loss, acceptance and gradients; the gradient as a whole is within 1%.
+
+    But not of the losses whose gradient jumps: rounded states alone move many a p to the other side
+    of q.
+    """
     drafter, lm_head = tiny_drafter(
         torch.float32, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, vocab_size=3000, draft_vocab_size=2000,
@@ -130,8 +150,10 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
         for module in drafter.midlayer.modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=0.02)  # Llama's
-    model = TTTModel(drafter, Teacher(lm_head / 4, drafter.vocab), weights).cuda().bfloat16()
-    batch = agreeing(make_batch(masks, drafter.config, torch.bfloat16), model)
+    model = TTTModel(drafter, Teacher(lm_head / 4, drafter.vocab), weights, kind).cuda().bfloat16()
+    batch = make_batch(masks, drafter.config, torch.bfloat16)
+    if kind not in STEP_LIKE:
+        batch = agreeing(batch, model)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
     _, plain_grads = reference(model, batch, torch.bfloat16, monkeypatch)
 
@@ -143,7 +165,7 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     assert output.rows.tolist() == expected.rows.tolist()
     torch.testing.assert_close(output.loss.double(), expected.loss, rtol=1e-3, atol=0)
     slack = 0.01 * output.rows[0].item() + 1  # near ties in bf16
-    assert expected.accepted[1] > 4 * slack or len(masks) < 4
+    assert expected.accepted[1] > 4 * slack or len(masks) < 4 or kind in STEP_LIKE
     assert (output.accepted - expected.accepted).abs().max() <= slack
     grads = gradients(model)
     errors = {
@@ -151,16 +173,17 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     }
     report = "\n".join(f"{n}: fast {a:.2%}, plain {b:.2%}" for n, (a, b) in errors.items())
     print(report)  # noqa: T201
-    assert all(a < 1.05 * b for a, b in errors.values()), report
+    most = 1.5 if kind in STEP_LIKE else 1.05
+    assert all(a < most * b for a, b in errors.values()), report
     flat = [torch.cat([g[n].flatten() for n in grads]) for g in (grads, expected_grads)]
-    assert relative(*flat) < 0.01, report
+    assert relative(*flat) < 0.01 or kind in STEP_LIKE, report
 
 
 @pytest.mark.gpu
 def test_new_layouts_compile_nothing_new() -> None:
     kernels = [
         kernel
-        for module in (gather, norm, rope, diagonal, swiglu, cross_entropy, step)
+        for module in (gather, norm, rope, diagonal, swiglu, losses, step)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]

@@ -5,11 +5,14 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from eagle3.fast import cross_entropy, varlen
 from eagle3.fast import layout as layouts
+from eagle3.fast import loss as losses
+from eagle3.fast import varlen
 from eagle3.fast.diagonal import merge, merge_backward, merge_reference
 from eagle3.fast.gather import (
     add_groups,
@@ -21,6 +24,7 @@ from eagle3.fast.norm import add_norm, norm_backward, norm_reference
 from eagle3.fast.rope import heads, heads_backward, heads_reference, rotation_table
 from eagle3.fast.step import scaled
 from eagle3.fast.swiglu import swiglu, swiglu_backward_, swiglu_reference
+from eagle3.loss import LEAST_OVERLAP, LOSSES, STEP_LIKE
 from tests.conftest import laid_out, make_batch, small_masks, tiny_config
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -189,28 +193,54 @@ def test_segment_attention_reference_against_autograd(monkeypatch: pytest.Monkey
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kind", sorted(LOSSES))
 @pytest.mark.parametrize("chunk_bytes", [2**31, 1])
-def test_cross_entropy(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_bytes)
+def test_losses(chunk_bytes: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     num_rows = 130
-    states, weight, teacher_logits = random(num_rows, 16), random(50, 16), random(9, 50)
+    states, weight = random(num_rows, 16), random(50, 16)
     teacher_rows = torch.randint(0, 9, (num_rows,), device=DEVICE)
+    teacher_logits = random(9, 50)
+    teacher_logits[8] += 60 * (torch.arange(50, device=DEVICE) == 3)  # next to no overlap
+    states[teacher_rows == 8] = -10 * weight[3]
     row_weights = torch.rand(num_rows, device=DEVICE)
     s, w = wide(states), wide(weight)
-    reference = cross_entropy.soft_cross_entropy_reference
-    expected = reference(s @ w.T, teacher_logits[teacher_rows].double())
+    p = teacher_logits[teacher_rows].double().softmax(-1)
+    expected = LOSSES[kind](p, (s @ w.T).log_softmax(-1))
+    assert kind != "log_acceptance" or expected.max() == -math.log(LEAST_OVERLAP)
     expected_grads = torch.autograd.grad((expected * row_weights).sum(), (s, w))
     best = (states @ weight.T).argmax(-1)
-    run = cross_entropy.soft_cross_entropy
+    run = losses.lm_head_loss
     for need_grad in (False, True):
-        loss, top1, grad = run(states, weight, teacher_logits, teacher_rows, row_weights, need_grad)
+        loss, top1, grad = run(
+            states, weight, teacher_logits, teacher_rows, row_weights, kind, need_grad
+        )
         close(loss, expected)
         assert torch.equal(top1, best)
         assert (grad is not None) == need_grad
         if grad is not None:
             close(states, expected_grads[0])
             close(grad, expected_grads[1])
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_bf16_gradients_are_within_one_percent_of_float64(kind: str) -> None:
+    """Of the loss given the states; a draft that is nearly right, as late in training."""
+    torch.manual_seed(0)
+    states, weight = random(96, 64).bfloat16(), (random(512, 64) / 8).bfloat16()
+    teacher_logits = states.float() @ weight.float().T + 0.7 * random(96, 512)
+    if kind not in STEP_LIKE:
+        teacher_logits = teacher_logits.bfloat16()
+    s, w = wide(states), wide(weight)
+    p = teacher_logits.double().softmax(-1)
+    expected = LOSSES[kind](p, (s @ w.T).log_softmax(-1)).sum()
+    expected_grads = torch.autograd.grad(expected, (s, w))
+    ones = torch.ones(96, device=DEVICE)
+    rows = torch.arange(96, device=DEVICE)
+    _, _, grad = losses.lm_head_loss(states, weight, teacher_logits, rows, ones, kind, True)
+    for found, wanted in zip((states, grad), expected_grads, strict=True):
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 def test_scaling() -> None:

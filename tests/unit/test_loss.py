@@ -25,14 +25,15 @@ def test_fused_equals_reference(rows: int, kind: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_bf16_gradients_are_within_one_percent_of_float64() -> None:
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_bf16_gradients_are_within_one_percent_of_float64(kind: str) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(256, 64), torch.randn(512, 64) / 8
-    teacher_logits = (torch.randn(256, 512) * 2).bfloat16()
-    exact = [t.bfloat16().double().requires_grad_() for t in (hidden, weight)]
-    expected = torch.autograd.grad(loss_reference(*exact, teacher_logits.double()), exact)
-    rounded = [t.bfloat16().requires_grad_() for t in (hidden, weight)]
-    summed, _ = lm_head_loss(*rounded, teacher_logits, torch.arange(256))
+    hidden, weight = torch.randn(256, 64).bfloat16(), (torch.randn(512, 64) / 8).bfloat16()
+    teacher_logits = hidden.float() @ weight.float().T + 0.7 * torch.randn(256, 512)
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    expected = torch.autograd.grad(loss_reference(*exact, teacher_logits.double(), kind), exact)
+    rounded = [t.requires_grad_() for t in (hidden, weight)]
+    summed, _ = lm_head_loss(*rounded, teacher_logits, torch.arange(256), kind)
     for found, wanted in zip(torch.autograd.grad(summed, rounded), expected, strict=True):
         assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
@@ -46,6 +47,15 @@ def test_teacher_top1_counts_tokens_outside_the_draft_vocabulary_as_rejections()
     assert torch.equal(rows.top1, vocab.draft_index[best])
     assert (rows.top1 == -1).any() and (rows.top1 >= 0).any()
     torch.testing.assert_close(rows.logits, final @ lm_head[::2].T)
+
+
+def test_the_teacher_of_losses_with_jumps_is_not_rounded() -> None:
+    torch.manual_seed(0)
+    lm_head, final = torch.randn(40, 8).bfloat16(), torch.randn(20, 8).bfloat16()
+    teacher = Teacher(lm_head, DraftVocab(target_ids=torch.arange(40), vocab_size=40))
+    found = teacher(final, top1=False, wide=True).logits
+    torch.testing.assert_close(found, final.float() @ lm_head.float().T)
+    assert teacher(final, top1=False).logits.dtype == torch.bfloat16
 
 
 def test_a_whole_vocabulary_teacher_has_nothing_outside() -> None:
