@@ -5,6 +5,7 @@ gradients unless there is an `obstacle`, several times faster. What it does diff
 
     layout.py         rows sorted so that each step's are the first ones; no step asks the GPU
     unroll.py         the drafter over all steps, and its gradients: one matrix product per weight
+    fuse.py           aux states to hidden states, with their optional norms
     attention.py      step-0 keys by flash attention, a row's own later keys merged in
     varlen.py         flash attention over segments, with the logsumexp
     diagonal.py       the merge, and its gradients
@@ -48,8 +49,6 @@ def obstacle(drafter: Drafter, batch: Batch) -> str | None:
         return "flash attention needs a GPU of compute capability 8.0"
     if config.num_layers > 1:
         return f"draft.num_layers={config.num_layers}, not 1"
-    if config.norm_before_fc or config.fc_norm or config.norm_output:
-        return "the drafter has optional norms"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"draft.head_dim={config.head_dim} is not a multiple of 8 up to 256"
     if batch.layout is None:

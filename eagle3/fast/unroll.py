@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
 from eagle3.fast.attention import UnrollAttention
+from eagle3.fast.fuse import Fuse
 from eagle3.fast.gather import scatter_rows
 from eagle3.fast.layout import Layout
 from eagle3.fast.norm import add_norm, norm_backward
@@ -31,7 +32,7 @@ class Unroll:
         self.eps = drafter.config.rms_norm_eps
         self.parts = layout.parts(num_steps)
         self.embeddings = drafter.embed_tokens.weight
-        self.fc = drafter.fc.weight
+        self.fuse = Fuse(drafter)
         projections = [x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.widths = [len(x) for x in projections]
         # [Q + 2E, H] each: what multiplies the token state and the hidden state
@@ -54,7 +55,7 @@ class Unroll:
         embedded = F.embedding(self.batch.input_ids, self.embeddings)
         self.tokens = F.rms_norm(embedded, (size,), eps=self.eps)
         token_half = self.tokens @ (self.token_qkv * self.token_norm).T
-        self.fused = self.batch.aux @ self.fc.T
+        self.fused = self.fuse.forward(self.batch.aux)
         self.fused_normed = torch.empty_like(self.fused)
         self.fused_rstd = add_norm(self.fused, None, self.hidden_norm, self.eps, self.fused_normed)
         key_value = self.fused_normed @ self.hidden_qkv[width:].T
@@ -72,11 +73,13 @@ class Unroll:
         self.outputs, states = empty(total, size), empty(total, size)
         self.middle_rstd: list[Tensor] = []
         self.output_rstd: list[Tensor] = []
+        self.fed: list[Tensor] = []  # with norm_output: what the next step got, and its rstd
+        self.fed_rstd: list[Tensor] = []
         hidden = self.fused[rows]
         self.inputs[self.parts[0]] = self.fused_normed[rows]
         for k, part in enumerate(self.parts):
-            last = k + 1 == len(self.parts)
-            following = None if last else self.inputs[self.parts[k + 1]]
+            following = self.inputs[self.parts[k + 1]] if k + 1 < len(self.parts) else None
+            together = following is not None and not self.config.norm_output
             weight = self.hidden_qkv[:width] if k == 0 else self.hidden_qkv
             self.attention.forward(k, self.inputs[part] @ weight.T, self.mixed[part])
             rstd = add_norm(
@@ -89,10 +92,16 @@ class Unroll:
             rstd = add_norm(
                 self.activations[part] @ self.down.T, self.middle[part], self.final_norm,
                 self.eps, states[part], self.outputs[part],
-                None if last else self.hidden_norm, following,
+                self.hidden_norm if together else None, following if together else None,
             )  # fmt: skip
             self.output_rstd.append(rstd)
             hidden = self.outputs[part]
+            if self.config.norm_output and following is not None:
+                # a copy: gradients will replace the states
+                hidden = states[part][: len(following)].clone()
+                self.fed.append(hidden)
+                rstd = add_norm(hidden, None, self.hidden_norm, self.eps, following)
+                self.fed_rstd.append(rstd)
         return states
 
     def backward(self, grad_states: Tensor) -> dict[str, Tensor]:
@@ -107,6 +116,16 @@ class Unroll:
         grad_inputs = grad_residual = None
         for k in reversed(range(len(self.parts))):
             part = self.parts[k]
+            if self.config.norm_output and grad_inputs is not None:
+                # all that the next step passes back reaches the normed state
+                grad_fed = empty(grad_inputs)
+                fed_norm, _ = norm_backward(
+                    self.fed[k], self.fed_rstd[k], self.hidden_norm, grad_inputs, grad_fed,
+                    grad_residual,
+                )  # fmt: skip
+                grad_hidden_norm += fed_norm
+                grad_states[part][: len(grad_fed)] += grad_fed
+                grad_inputs = grad_residual = None
             final, second = norm_backward(
                 self.outputs[part], self.output_rstd[k], self.final_norm, grad_states[part],
                 grad_outputs[part], grad_residual,
@@ -153,7 +172,7 @@ class Unroll:
         q_proj, k_proj, v_proj = grad_projections.split(self.widths)
         gate, up = (self.gates_ups.T @ self.mlp_inputs).chunk(2)
         return {
-            "fc.weight": grad_fused.T @ self.batch.aux,
+            **self.fuse.backward(grad_fused),
             "midlayer.hidden_norm.weight": grad_hidden_norm,
             "midlayer.input_layernorm.weight": grad_token_norm,
             "midlayer.post_attention_layernorm.weight": grad_post_norm,

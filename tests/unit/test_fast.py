@@ -24,6 +24,7 @@ from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter
 pytestmark = pytest.mark.usefixtures("interpreted")
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+NORMS = {"norm_before_fc": True, "norm_output": True}
 
 
 def reference(
@@ -71,6 +72,14 @@ def test_loss_and_every_gradient_equal_the_plain_path(
     min_gap: int, shape: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare_with_the_plain_path(min_gap, shape, "soft_ce", monkeypatch)
+
+
+@pytest.mark.skipif(GPU, reason="in Triton's interpreter")
+@pytest.mark.parametrize("options", [NORMS, {"fc_norm": True}], ids=str)
+def test_optional_norms_equal_the_plain_path(
+    options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_with_the_plain_path(64, options, "soft_ce", monkeypatch)
 
 
 @pytest.mark.skipif(GPU, reason="in Triton's interpreter")
@@ -129,10 +138,14 @@ LONG = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", sorted(LOSSES))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in sorted(LOSSES)), ("soft_ce", NORMS), ("soft_ce", {"fc_norm": True})],
+    ids=str,
+)
 @pytest.mark.parametrize("masks", [LONG, [[1] * 129, [1] * 128]], ids=["ragged", "all"])
 def test_bf16_is_as_near_float64_as_the_plain_path(
-    masks: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
+    masks: list[list[int]], kind: str, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss, acceptance and gradients; the gradient as a whole is within 1%.
 
@@ -142,7 +155,7 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
     drafter, lm_head = tiny_drafter(
         torch.float32, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, vocab_size=3000, draft_vocab_size=2000,
-        max_position_embeddings=8192,
+        max_position_embeddings=8192, **options,
     )  # fmt: skip
     weights = [0.8**k for k in range(7)]
     with torch.no_grad():
