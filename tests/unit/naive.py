@@ -3,12 +3,15 @@ pruning."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from eagle3.attention import reference
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
+from eagle3.loss import LOSSES
 
 
 def supervised(batch: Batch, step: int) -> list[int]:
@@ -47,26 +50,47 @@ def naive_logits(drafter: Drafter, batch: Batch, num_steps: int) -> list[Tensor]
     return all_logits
 
 
+def naive_sums(
+    drafter: Drafter, lm_head: Tensor, batch: Batch, num_steps: int, kind: str = "soft_ce"
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """Summed loss, supervised rows and accepted rows of each step."""
+    sums, counts, accepted = [], [], []
+    inside = drafter.vocab.target_ids
+    alive = torch.ones(batch.num_rows, dtype=torch.bool)
+    for k, logits in enumerate(naive_logits(drafter, batch, num_steps)):
+        rows = torch.tensor(supervised(batch, k), dtype=torch.int64)
+        target_logits = batch.final[batch.final_index[rows + 1 + k]] @ lm_head.T
+        p = target_logits[:, inside].softmax(dim=-1)
+        sums.append(LOSSES[kind](p, logits[rows].log_softmax(dim=-1)).sum())
+        alive[rows] &= inside[logits[rows].argmax(dim=-1)] == target_logits.argmax(dim=-1)
+        counts.append(len(rows))
+        accepted.append(int(alive[rows].sum()))
+    return sums, counts, accepted
+
+
 def naive_loss(
-    drafter: Drafter, lm_head: Tensor, batch: Batch, weights: list[float]
+    drafter: Drafter, lm_head: Tensor, batch: Batch, weights: list[float], kind: str = "soft_ce"
 ) -> tuple[Tensor, list[int], list[int]]:
     """Loss with every step averaged over its rows; supervised rows and accepted rows per step."""
-    loss = torch.zeros((), dtype=batch.aux.dtype)
-    alive = {t: True for t in range(batch.num_rows)}
-    counts, accepted = [], []
-    inside = drafter.vocab.target_ids
-    for k, logits in enumerate(naive_logits(drafter, batch, len(weights))):
-        rows = supervised(batch, k)
-        total = torch.zeros((), dtype=batch.aux.dtype)
-        hits = 0
-        for t in rows:
-            final = batch.final[batch.final_index[t + 1 + k]]
-            target_logits = lm_head @ final
-            p = target_logits[inside].softmax(-1)
-            total = total - (p * logits[t].log_softmax(-1)).sum()
-            alive[t] &= bool(inside[logits[t].argmax()] == target_logits.argmax())
-            hits += alive[t]
-        loss = loss + weights[k] * total / max(len(rows), 1)
-        counts.append(len(rows))
-        accepted.append(hits)
-    return loss, counts, accepted
+    sums, counts, accepted = naive_sums(drafter, lm_head, batch, len(weights), kind)
+    means = [s / max(n, 1) for s, n in zip(sums, counts, strict=True)]
+    return sum(w * m for w, m in zip(weights, means, strict=True)), counts, accepted
+
+
+def documents(batch: Batch) -> list[Batch]:
+    """Each document as a batch of its own."""
+    found = []
+    for start, end in pairwise(batch.doc_starts.tolist()):
+        index = batch.final_index[start:end]
+        needed = index >= 0
+        found.append(
+            Batch(
+                input_ids=batch.input_ids[start:end],
+                loss_mask=batch.loss_mask[start:end],
+                doc_starts=torch.tensor([0, end - start]),
+                aux=batch.aux[start:end],
+                final=batch.final[index[needed]],
+                final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
+            )
+        )
+    return found

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
+from eagle3 import loss
 from eagle3.decode import ChainDrafter
-from eagle3.loss import Teacher
+from eagle3.loss import LOSSES, Teacher
 from eagle3.ttt import TTTModel, supervised_rows, unroll
 from tests.conftest import make_batch, ragged_masks, tiny_drafter
-from tests.unit.naive import naive_logits, naive_loss, supervised
+from tests.unit.naive import documents, naive_logits, naive_loss, naive_sums, supervised
 
 OPTIONS = [
     {}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 2},
@@ -32,6 +33,62 @@ def test_loss_and_every_gradient_equal_the_naive_form(options: dict) -> None:
     torch.testing.assert_close(output.loss, expected, rtol=1e-10, atol=0)
     for found, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_every_loss_equals_the_naive_form(kind: str) -> None:
+    drafter, lm_head = tiny_drafter()
+    batch = make_batch(ragged_masks(), drafter.config)
+    expected, _, _ = naive_loss(drafter, lm_head, batch, [1.0, 0.7], kind)
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.7], kind)
+    output = model(batch, 1.0 / supervised_rows(batch, 2).double(), score=False)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-10, atol=0)
+    for found, wanted in zip(
+        torch.autograd.grad(output.loss, parameters),
+        torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+LENGTHS = [
+    [1], [0, 1], [1, 1], [0] * 127, [1] * 127, [0] * 90 + [1] * 38, [1] * 129,
+]  # fmt: skip
+TURNS = [0] * 70 + [1] * 250 + [0] * 30 + [1] * 50
+
+
+@pytest.mark.parametrize(("num_layers", "repeats"), [(1, 10), (2, 2)])
+def test_packed_documents_equal_each_alone_at_awkward_lengths(
+    num_layers: int, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1, 2, 127, 128, 129 and 4,000 tokens, masks all 0 and all 1, twenty turns; several chunks."""
+    monkeypatch.setattr(loss, "CHUNK_ROWS", 400)
+    drafter, lm_head = tiny_drafter(
+        num_layers=num_layers, hidden_size=8, num_aux=2, intermediate_size=12, head_dim=8,
+        num_attention_heads=1, num_key_value_heads=1, vocab_size=23, draft_vocab_size=17,
+    )  # fmt: skip
+    batch = make_batch([*LENGTHS, TURNS * repeats], drafter.config)
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    sums, counts, accepted = torch.zeros(2, dtype=torch.float64), [0, 0], [0, 0]
+    expected_grads = [torch.zeros_like(p) for p in parameters]
+    for alone in documents(batch):
+        parts, rows, hits = naive_sums(drafter, lm_head, alone, 2)
+        sums += torch.stack(parts).detach()
+        counts = [a + b for a, b in zip(counts, rows, strict=True)]
+        accepted = [a + b for a, b in zip(accepted, hits, strict=True)]
+        grads = torch.autograd.grad(parts[0] + 0.5 * parts[1], parameters)
+        for total, grad in zip(expected_grads, grads, strict=True):
+            total += grad
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.5])
+    output = model(batch, torch.ones(2), score=True)
+    assert output.rows.tolist() == counts and min(counts) > 800
+    assert output.accepted.tolist() == accepted and accepted[1] > 0
+    torch.testing.assert_close(output.step_loss.double(), sums, rtol=1e-6, atol=0)
+    for found, wanted in zip(
+        torch.autograd.grad(output.loss, parameters), expected_grads, strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("mask", [[0] * 6, [1], [0, 1]])
