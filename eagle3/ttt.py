@@ -25,6 +25,7 @@ from eagle3 import fast
 from eagle3.attention import Segment, segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
+from eagle3.errors import UserError
 from eagle3.loss import STEP_LIKE, Teacher, lm_head_loss
 
 log = logging.getLogger(__name__)
@@ -129,9 +130,10 @@ class TTTModel(nn.Module):
         teacher: Teacher,
         step_weights: list[float],
         loss: str = "soft_ce",
+        fp8: bool = False,
     ) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.fp8 = loss, fp8
         self.drafter = drafter
         self.teacher = teacher
         self.step_weights = step_weights
@@ -144,14 +146,18 @@ class TTTModel(nn.Module):
             scale: factor of each step's sum [K]; one over its supervised rows gives the mean. The
                 caller knows how many there are in the whole optimizer step, over ranks and batches.
             score: also count accepted drafts, which costs the target's whole lm_head.
+
+        Raises:
+            UserError: fp8 was asked for and cannot be had.
         """
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
         taught = self.teacher(batch.final, top1=score, wide=self.loss in STEP_LIKE)
-        if not self._obstacle(batch):
+        fp8 = self.fp8 and torch.is_grad_enabled()  # validation measures what will be served
+        if not self._obstacle(batch, fp8):
             from eagle3.fast.step import fast_ttt
 
-            return fast_ttt(self.drafter, batch, taught, self.step_weights, scale, self.loss)
+            return fast_ttt(self.drafter, batch, taught, self.step_weights, scale, self.loss, fp8)
         step_loss = torch.zeros(num_steps, device=device)
         rows = torch.zeros(num_steps, dtype=torch.int64, device=device)
         accepted = torch.zeros(num_steps, dtype=torch.int64, device=device)
@@ -172,9 +178,15 @@ class TTTModel(nn.Module):
             loss=loss, step_loss=step_loss, rows=rows, accepted=accepted if score else None
         )
 
-    def _obstacle(self, batch: Batch) -> str | None:
-        """Why the plain path must do; told once on a GPU, where it is many times slower."""
-        found = fast.obstacle(self.drafter, batch)
+    def _obstacle(self, batch: Batch, fp8: bool) -> str | None:
+        """Why the plain path must do; told once on a GPU, where it is many times slower.
+
+        Raises:
+            UserError: fp8 was asked for, which only the fast path has.
+        """
+        found = fast.obstacle(self.drafter, batch, fp8)
+        if found and fp8:
+            raise UserError(f"train.fp8=true is not possible here: {found}")
         if found and batch.aux.is_cuda and found not in self._told:
             self._told.add(found)
             log.warning("training takes the slow path: %s", found)

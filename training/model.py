@@ -85,7 +85,7 @@ def build_model(config: Config, target: Target, vocab: DraftVocab) -> TTTModel:
     else:
         drafter = existing_drafter(config, target, aux_layers)
     weights = [config.train.step_decay**k for k in range(config.train.ttt_steps)]
-    return TTTModel(drafter, Teacher(lm_head, vocab), weights, config.train.loss)
+    return TTTModel(drafter, Teacher(lm_head, vocab), weights, config.train.loss, config.train.fp8)
 
 
 def existing_drafter(config: Config, target: Target, aux_layers: list[int]) -> Drafter:

@@ -197,6 +197,7 @@ class Trainer:
                 "ttt_steps": config.train.ttt_steps,
                 "loss": config.train.loss,
                 "mask": config.train.mask,
+                "fp8": config.train.fp8,
                 "step_decay": config.train.step_decay,
                 "tokens_per_batch": config.train.tokens_per_batch,
                 "micro_batches_per_step": config.train.accumulation * self.world.size,

@@ -13,6 +13,7 @@ gradients unless there is an `obstacle`, several times faster. What it does diff
     gather.py         rows scattered, heads of a group added up
     norm.py           residual sum and RMS norms in one pass
     swiglu.py         SwiGLU
+    fp8.py            matrix products, if asked for in fp8
     loss.py           lm_head and loss in row chunks; the gradients made while logits exist
     step.py           all of it behind one autograd function
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "obstacle", "supported"]
 
 
-def obstacle(drafter: Drafter, batch: Batch) -> str | None:
+def obstacle(drafter: Drafter, batch: Batch, fp8: bool = False) -> str | None:
     """Why `step.fast_ttt` cannot train this drafter on this batch; None if it can.
 
     The answer must not depend on what is supervised: gradients come from the same graph on every
@@ -51,9 +52,20 @@ def obstacle(drafter: Drafter, batch: Batch) -> str | None:
         return f"draft.num_layers={config.num_layers}, not 1"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"draft.head_dim={config.head_dim} is not a multiple of 8 up to 256"
+    if fp8:
+        if torch.cuda.get_device_capability(batch.aux.device) < (8, 9):
+            return "fp8 needs a GPU of compute capability 8.9"
+        if any(width % 16 for width in _widths(drafter)):
+            return f"fp8 needs sizes that are multiples of 16, not {_widths(drafter)}"
     if batch.layout is None:
         return "the batch has no layout: it did not come to the GPU with Batch.to"
     return None
+
+
+def _widths(drafter: Drafter) -> list[int]:
+    config = drafter.config
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    return [config.hidden_size, config.intermediate_size, *(n * config.head_dim for n in heads)]
 
 
 def supported(drafter: Drafter, batch: Batch) -> bool:

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.drafter import Drafter
+from eagle3.fast.fp8 import Product
 
 
 class Fuse:
     """One forward and, after it, at most one backward pass."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.fc, self.eps = drafter.fc.weight, drafter.config.rms_norm_eps
+    def __init__(self, drafter: Drafter, fp8: bool) -> None:
+        self.fc, self.eps, self.fp8 = drafter.fc.weight, drafter.config.rms_norm_eps, fp8
         prefixes = ("input_norm.", "fc_norm.")
         self.norms: dict[str, Tensor] = {
             name: p for name, p in drafter.named_parameters() if name.startswith(prefixes)
@@ -28,10 +29,10 @@ class Fuse:
         """[N, A * H] -> [N, H]"""
         if not self.norms:
             self.inputs = aux
-            return aux @ self.fc.T
+            return Product(self.fc, self.fp8)(aux)
         parts = aux.unflatten(1, (len(self.norms), -1))
         self.inputs = F.rms_norm(parts, parts.shape[2:], eps=self.eps).flatten(1)
-        return self.inputs @ (self.fc * self._weight()).T
+        return Product(self.fc * self._weight(), self.fp8)(self.inputs)
 
     def backward(self, grad: Tensor) -> dict[str, Tensor]:
         """Gradient of `forward`'s result [N, H] -> those of fc and of the norms, by name."""

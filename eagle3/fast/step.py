@@ -52,12 +52,14 @@ def fast_ttt(
     step_weights: list[float],
     scale: Tensor,
     kind: str = "soft_ce",
+    fp8: bool = False,
 ) -> TTTOutput:
     """What `eagle3.ttt.TTTModel.forward` returns, differentiable in the drafter's parameters.
 
     Args:
         taught: the teacher of `batch.final`; acceptance is counted where it has a top-1.
         scale: factor of each step's summed loss [K]. kind: one of `eagle3.loss.LOSSES`.
+        fp8: the forward products of fc and the layer in fp8; the lm_head stays as it is.
     """
     layout = batch.layout
     if layout is None:
@@ -66,7 +68,7 @@ def fast_ttt(
     weights = [scale[k].float() * weight for k, weight in enumerate(step_weights)]
     need_grad = torch.is_grad_enabled()
     loss, step_loss, top1 = _FastTTT.apply(
-        drafter, batch, layout, taught, weights, kind, list(named), need_grad, *named.values()
+        drafter, batch, layout, taught, weights, kind, fp8, list(named), need_grad, *named.values()
     )
     counts = layout.counts(len(step_weights))
     accepted = None if taught.top1 is None else _accepted(batch, layout, taught.top1, top1, counts)
@@ -83,6 +85,7 @@ class _FastTTT(torch.autograd.Function):
         taught: TeacherRows,
         weights: list[Tensor],
         kind: str,
+        fp8: bool,
         names: list[str],
         need_grad: bool,
         *parameters: Tensor,
@@ -95,7 +98,7 @@ class _FastTTT(torch.autograd.Function):
             top1 = batch.input_ids.new_empty(0)
             ctx.mark_non_differentiable(zeros, top1)
             return zeros.sum(), zeros, top1
-        unroll = Unroll(drafter, batch, layout, len(weights))
+        unroll = Unroll(drafter, batch, layout, len(weights), fp8)
         states = unroll.forward()
         row_weights = [w.expand(n) for w, n in zip(weights, layout.sizes, strict=False)]
         row_loss, top1, grad_lm_head = lm_head_loss(
@@ -115,7 +118,7 @@ class _FastTTT(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.unroll is None:
-            return (*[None] * 8, *(torch.zeros_like(p) for p in ctx.saved_tensors))
+            return (*[None] * 9, *(torch.zeros_like(p) for p in ctx.saved_tensors))
         factor = grad_loss.float()
         grads = ctx.unroll.backward(scaled(ctx.grad_states, factor, ctx.grad_states.dtype))
         del ctx.unroll, ctx.grad_states
@@ -124,7 +127,7 @@ class _FastTTT(torch.autograd.Function):
         if head in dtypes:
             grads[head] = scaled(ctx.grad_lm_head, factor, dtypes[head])
         del ctx.grad_lm_head
-        return (*[None] * 8, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
+        return (*[None] * 9, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
 
 
 def _teacher_rows(batch: Batch, layout: Layout, unroll: Unroll) -> Tensor:

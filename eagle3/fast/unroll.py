@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter
 from eagle3.fast.attention import UnrollAttention
+from eagle3.fast.fp8 import Product
 from eagle3.fast.fuse import Fuse
 from eagle3.fast.gather import scatter_rows
 from eagle3.fast.layout import Layout
@@ -25,14 +26,17 @@ from eagle3.fast.swiglu import swiglu, swiglu_backward_
 class Unroll:
     """One forward and, after it, at most one backward pass."""
 
-    def __init__(self, drafter: Drafter, batch: Batch, layout: Layout, num_steps: int) -> None:
+    def __init__(
+        self, drafter: Drafter, batch: Batch, layout: Layout, num_steps: int, fp8: bool
+    ) -> None:
         layer = drafter.midlayer
         attention, mlp = layer.self_attn, layer.mlp
         self.config, self.batch, self.layout = drafter.config, batch, layout
         self.eps = drafter.config.rms_norm_eps
         self.parts = layout.parts(num_steps)
         self.embeddings = drafter.embed_tokens.weight
-        self.fuse = Fuse(drafter)
+        self.fuse = Fuse(drafter, fp8)
+        self.fp8 = fp8
         projections = [x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.widths = [len(x) for x in projections]
         # [Q + 2E, H] each: what multiplies the token state and the hidden state
@@ -50,15 +54,18 @@ class Unroll:
         """Normed states for the lm_head, of all steps [T, H]."""
         total, size, width = self.parts[-1].stop, self.config.hidden_size, self.widths[0]
         rows = self.layout.rows
+        qkv, o, gate_up, down = (
+            Product(w, self.fp8) for w in (self.hidden_qkv, self.o, self.gate_up, self.down)
+        )
 
         # inputs of all N rows; the token norm's weight goes into the projection
         embedded = F.embedding(self.batch.input_ids, self.embeddings)
         self.tokens = F.rms_norm(embedded, (size,), eps=self.eps)
-        token_half = self.tokens @ (self.token_qkv * self.token_norm).T
+        token_half = Product(self.token_qkv * self.token_norm, self.fp8)(self.tokens)
         self.fused = self.fuse.forward(self.batch.aux)
         self.fused_normed = torch.empty_like(self.fused)
         self.fused_rstd = add_norm(self.fused, None, self.hidden_norm, self.eps, self.fused_normed)
-        key_value = self.fused_normed @ self.hidden_qkv[width:].T
+        key_value = qkv(self.fused_normed, outputs=slice(width, None))
         self.attention = UnrollAttention(
             self.config, self.layout, self.parts, token_half, key_value
         )
@@ -80,17 +87,17 @@ class Unroll:
         for k, part in enumerate(self.parts):
             following = self.inputs[self.parts[k + 1]] if k + 1 < len(self.parts) else None
             together = following is not None and not self.config.norm_output
-            weight = self.hidden_qkv[:width] if k == 0 else self.hidden_qkv
-            self.attention.forward(k, self.inputs[part] @ weight.T, self.mixed[part])
+            projected = qkv(self.inputs[part], outputs=slice(width if k == 0 else None))
+            self.attention.forward(k, projected, self.mixed[part])
             rstd = add_norm(
-                self.mixed[part] @ self.o.T, hidden, self.post_norm, self.eps,
+                o(self.mixed[part]), hidden, self.post_norm, self.eps,
                 self.mlp_inputs[part], self.middle[part],
             )  # fmt: skip
             self.middle_rstd.append(rstd)
-            torch.mm(self.mlp_inputs[part], self.gate_up.T, out=self.gates_ups[part])
+            gate_up(self.mlp_inputs[part], out=self.gates_ups[part])
             swiglu(self.gates_ups[part], self.activations[part])
             rstd = add_norm(
-                self.activations[part] @ self.down.T, self.middle[part], self.final_norm,
+                down(self.activations[part]), self.middle[part], self.final_norm,
                 self.eps, states[part], self.outputs[part],
                 self.hidden_norm if together else None, following if together else None,
             )  # fmt: skip

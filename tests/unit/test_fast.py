@@ -13,7 +13,7 @@ import torch
 
 from eagle3 import fast
 from eagle3.batch import Batch
-from eagle3.fast import diagonal, gather, norm, rope, step, swiglu
+from eagle3.fast import diagonal, fp8, gather, norm, rope, step, swiglu
 from eagle3.fast import layout as layouts
 from eagle3.fast import loss as losses
 from eagle3.fast.step import fast_ttt
@@ -193,10 +193,23 @@ def test_bf16_is_as_near_float64_as_the_plain_path(
 
 
 @pytest.mark.gpu
-def test_new_layouts_compile_nothing_new() -> None:
+def test_the_slow_path_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    drafter, lm_head = tiny_drafter(torch.float32, hidden_size=64, head_dim=16, num_layers=2)
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0]).cuda().bfloat16()
+    batch = make_batch(small_masks(), drafter.config).to("cuda", torch.bfloat16)
+    for _ in range(2):
+        model(batch, torch.ones(1, device="cuda"), score=False).loss.backward()
+    told = [r.getMessage() for r in caplog.records if "slow path" in r.getMessage()]
+    assert told == ["training takes the slow path: draft.num_layers=2, not 1"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_new_layouts_compile_nothing_new(kind: str) -> None:
+    """The number of compiled kernels after the first batch stays, whatever the layouts."""
     kernels = [
         kernel
-        for module in (gather, norm, rope, diagonal, swiglu, losses, step)
+        for module in (gather, norm, rope, diagonal, swiglu, losses, step, fp8)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -205,7 +218,8 @@ def test_new_layouts_compile_nothing_new() -> None:
         return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in kernels)
 
     drafter, lm_head = tiny_drafter(torch.float32, hidden_size=64, head_dim=16)
-    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.8, 0.6]).cuda().bfloat16()
+    teacher = Teacher(lm_head, drafter.vocab)
+    model = TTTModel(drafter, teacher, [1.0, 0.8, 0.6], kind).cuda().bfloat16()
     found = []
     for seed in range(8):
         masks = [[0] * (seed + 1) + [1] * (3 * seed + 5), [1] * (16 + seed)]
