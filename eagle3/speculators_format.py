@@ -23,6 +23,7 @@ from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+WEIGHTS = "model.safetensors"
 
 
 def save(
@@ -114,17 +115,31 @@ def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
     return DraftVocab.from_d2t(tensors["d2t"], vocab_size)
 
 
-def _read(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Shape and tensors, by our names and checked; without embeddings.
-
-    Raises:
-        UserError: it holds something that our drafter has not, or lacks something.
-    """
+def problems(folder: Path) -> list[str]:
+    """What our drafter cannot be or hold, and what is missing or damaged; empty if nothing."""
     data = load_config(folder)
-    refuse(folder, _config_problems(data))
+    if found := _config_problems(data):
+        return found
+    if not (folder / WEIGHTS).exists():
+        return [f"no {WEIGHTS}"]
+    try:
+        config = _config(data)
+    except (KeyError, ValueError) as error:
+        return [f"config.json: {error}"]
+    return tensor_problems(config, _tensors(folder, config))
+
+
+def _read(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    refuse(folder, problems(folder))
+    config = _config(load_config(folder))
+    return config, _tensors(folder, config)
+
+
+def _config(data: dict[str, Any]) -> DrafterConfig:
+    """Shape of the drafter that a config.json describes."""
     layer = data["transformer_layer_config"]
     heads = layer["num_attention_heads"]
-    config = DrafterConfig(
+    return DrafterConfig(
         hidden_size=layer["hidden_size"],
         num_aux=len(data.get(AUX_LAYERS) or (2, 0, -3)),  # none named: speculators' three
         intermediate_size=layer["intermediate_size"],
@@ -139,16 +154,16 @@ def _read(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
         rope_theta=rope_theta(layer),
         **{flag: data.get(flag, False) for flag in ("norm_before_fc", "fc_norm", "norm_output")},
     )
-    path = folder / "model.safetensors"
-    if not path.exists():
-        raise UserError(f"{folder} holds no model.safetensors")
-    tensors = {_ours(name): tensor for name, tensor in load_file(path).items()}
+
+
+def _tensors(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
+    """By our names, without embeddings; a drafter of the whole vocabulary needs no maps."""
+    tensors = {_ours(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     tensors.pop("embed_tokens.weight", None)
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
-    refuse(folder, tensor_problems(config, tensors))
-    return config, tensors
+    return tensors
 
 
 def _config_problems(data: dict[str, Any]) -> list[str]:

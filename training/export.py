@@ -1,7 +1,7 @@
 """Write a checkpoint as drafter folders: `python -m training.export experiment=<name>`.
 
 <run>/drafter is what SGLang serves; <run>/drafter/speculators is the same for vLLM. A folder of any
-origin can be checked with `python -m training.export --check <folder>`.
+origin, in either format, can be checked with `python -m training.export --check <folder>`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def export(config: Config) -> Path:
 def check(folder: Path) -> int:
     """Print a drafter folder's problems; exit status 0 if it has none, 2 otherwise."""
     try:
-        found = formats.problems(folder)
+        theirs = speculators_format.recognised(folder)
+        found = speculators_format.problems(folder) if theirs else formats.problems(folder)
     except UserError as error:
         found = [str(error)]
     sys.stdout.write("\n".join(found or [f"{folder}: complete and consistent"]) + "\n")

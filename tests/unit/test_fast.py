@@ -13,7 +13,8 @@ import torch
 
 from eagle3 import fast
 from eagle3.batch import Batch
-from eagle3.fast import diagonal, fp8, gather, norm, rope, step, swiglu
+from eagle3.fast import diagonal, gather, norm, rope, step, swiglu
+from eagle3.fast import fp8 as fp8_module
 from eagle3.fast import layout as layouts
 from eagle3.fast import loss as losses
 from eagle3.fast.step import fast_ttt
@@ -204,12 +205,14 @@ def test_the_slow_path_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", sorted(LOSSES))
-def test_new_layouts_compile_nothing_new(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [*((kind, False) for kind in sorted(LOSSES)), ("soft_ce", True)]
+)
+def test_new_layouts_compile_nothing_new(kind: str, fp8: bool) -> None:
     """The number of compiled kernels after the first batch stays, whatever the layouts."""
     kernels = [
         kernel
-        for module in (gather, norm, rope, diagonal, swiglu, losses, step, fp8)
+        for module in (gather, norm, rope, diagonal, swiglu, losses, step, fp8_module)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -219,7 +222,7 @@ def test_new_layouts_compile_nothing_new(kind: str) -> None:
 
     drafter, lm_head = tiny_drafter(torch.float32, hidden_size=64, head_dim=16)
     teacher = Teacher(lm_head, drafter.vocab)
-    model = TTTModel(drafter, teacher, [1.0, 0.8, 0.6], kind).cuda().bfloat16()
+    model = TTTModel(drafter, teacher, [1.0, 0.8, 0.6], kind, fp8).cuda().bfloat16()
     found = []
     for seed in range(8):
         masks = [[0] * (seed + 1) + [1] * (3 * seed + 5), [1] * (16 + seed)]

@@ -15,6 +15,7 @@ from eagle3.target import Target
 from eagle3.ttt import TTTModel, supervised_rows, unroll
 from tests.unit.naive import naive_logits
 from tests.unit.test_export import AUX, target_drafter
+from training.export import check
 
 STEPS = 3
 
@@ -123,6 +124,7 @@ def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) 
     assert again.config == drafter.config and aux_layers == AUX
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+    assert check(tmp_path) == 0
     found = speculators_format.load_vocab(tmp_path, target.vocab_size)
     assert torch.equal(found.target_ids, drafter.vocab.target_ids)
 
@@ -163,6 +165,10 @@ class Deeper(Target):
         ({"embed_requires_grad": True}, "embeddings of its own"),
         ({"fc_norm": True}, "missing tensor fc_norm.0.weight"),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "qwen3"),
+        (
+            {"transformer_layer_config": {"rope_parameters": {"rope_type": "yarn"}}},
+            "rope_type yarn",
+        ),
         ({"draft_vocab_size": 300}, "lm_head.weight is"),
     ],
 )
@@ -176,3 +182,4 @@ def test_a_drafter_that_ours_cannot_be_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(UserError, match=problem):
         speculators_format.load(tmp_path, target)
+    assert check(tmp_path) == 2

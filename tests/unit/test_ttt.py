@@ -125,6 +125,20 @@ def test_every_step_equals_a_step_by_step_cached_drafter(options: dict) -> None:
             torch.testing.assert_close(chain.logits(), logits[i], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_worked_example_of_the_documentation(num_layers: int) -> None:
+    """Which rows each step supervises, and whose states reach them."""
+    drafter, _ = tiny_drafter(num_layers=num_layers)
+    batch = make_batch([[0, 0, 1, 1, 1]], drafter.config)
+    batch.aux.requires_grad_()
+    seen = {}
+    for k, step in enumerate(unroll(drafter, batch, 2)):
+        for i, t in enumerate(step.rows.tolist()):
+            (grad,) = torch.autograd.grad(step.states[i].sum(), batch.aux, retain_graph=True)
+            seen[t, k] = grad.abs().sum(dim=1).nonzero().flatten().tolist()
+    assert seen == {(1, 0): [0, 1], (2, 0): [0, 1, 2], (1, 1): [0, 1]}
+
+
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_pruned_rows_equal_the_full_unroll(num_layers: int) -> None:
     drafter, _ = tiny_drafter(num_layers=num_layers)
