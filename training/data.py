@@ -118,6 +118,7 @@ def prefetch(
 
     Args:
         mask: rule of what is supervised, one of `eagle3.batch.MASKS`.
+    """
     Item = tuple[Batch, Any] | BaseException | None
     ready: queue.Queue[Item] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
