@@ -177,14 +177,23 @@ class DraftConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with warm-up and cosine decay to `min_lr_ratio * lr`."""
+    """Optimizer and learning-rate schedule; see training/optimizer.py and training/schedule.py."""
 
+    name: str = "adamw"
+    """adamw, or muon: Muon for the matrices of fc and the decoder layer, AdamW for the rest."""
     lr: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
+    momentum: float = 0.95
+    """Of Muon."""
+    schedule: str = "cosine"
+    """cosine, wsd (constant, then linear decay) or constant; each after a linear warm-up."""
     warmup_ratio: float = 0.03
+    decay_ratio: float = 0.2
+    """Share of the steps at the end over which wsd decays."""
     min_lr_ratio: float = 0.05
+    """Where cosine and wsd end, as a share of lr."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,10 +216,16 @@ class TrainConfig:
     """Forward matrix products in fp8; needs a GPU that has it, and deepspeed.bf16."""
     step_decay: float = 0.8
     """Weight of TTT step k is step_decay ** k."""
+    ema: float | None = None
+    """Decay per step of a float32 average of the weights, which then is validated and exported."""
     init_from: str | None = None
     """Drafter folder to go on from, in SGLang's or speculators' format; its shape and vocabulary
     are kept."""
     validation_ratio: float = 0.05
+    simulate_samples: int = 8
+    """Validation samples on which speculative decoding is replayed at validation; 0 for none."""
+    peak_tflops: float | None = None
+    """Peak of one device for train/mfu; None takes it from eagle3/flops.py if the device is there."""
     log_every: int = 10
     validate_every: int = 200
     save_every: int = 200

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eagle3.config import Config, OptimizerConfig
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.ttt import TTTModel
 
@@ -109,18 +109,6 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
         model=model, optimizer=optimizer, config=deepspeed_config(config)
     )
     return engine
-
-
-def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine decay."""
-    import math
-
-    warmup = max(1, round(config.warmup_ratio * num_steps))
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 def set_learning_rate(engine: Any, lr: float) -> None:

@@ -25,12 +25,13 @@ from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
-from training import checkpoint
+from training import checkpoint, schedule
 from training import engine as engines
 from training.data import BatchPlan, Split, prefetch
 from training.engine import World
 from training.evaluate import summary, validate
 from training.model import build_model, draft_vocab, init_identity, open_store
+from training.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 KIND = "checkpoints"
@@ -40,6 +41,7 @@ class Trainer:
     """One run: its data, engine and metrics."""
 
     def __init__(self, config: Config, world: World) -> None:
+        schedule.check(config.optimizer)
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
@@ -125,8 +127,7 @@ class Trainer:
         scale = (self.world.size * len(window) / counts.clamp(min=1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(
-            self.engine,
-            engines.learning_rate(self.step, self.num_steps, self.config.optimizer),
+            self.engine, learning_rate(self.step, self.num_steps, self.config.optimizer)
         )
         for batch in window:
             output = self.engine(batch, scale, score)
@@ -148,7 +149,7 @@ class Trainer:
         tokens = self.world.sum(seen).item()
         values = summary("train", step_loss, rows, accepted)
         values |= {
-            "train/lr": engines.learning_rate(self.step - 1, self.num_steps, self.config.optimizer),
+            "train/lr": learning_rate(self.step - 1, self.num_steps, self.config.optimizer),
             "train/tokens_per_s": tokens / elapsed_s,
             "train/data_wait": waited_s / elapsed_s,
             "train/memory_gb": self._memory_gb(),

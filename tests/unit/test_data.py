@@ -2,12 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.batch import depths
-from eagle3.config import OptimizerConfig
+from eagle3.batch import depths, supervised_by
 from eagle3.errors import UserError
 from tests.conftest import make_batch, ragged_masks, tiny_config
 from training.data import BatchPlan, Split, pack, prefetch
-from training.engine import learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=200)
 
@@ -65,17 +63,10 @@ def test_pack_keeps_the_order() -> None:
     assert pack([2, 0, 1], np.array([3, 3, 4]), 7) == [[2, 0], [1]]
 
 
-def test_learning_rate_warms_up_and_decays() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
-    rates = torch.tensor([learning_rate(s, 100, config) for s in range(100)])
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
-    assert (rates[9:].diff() <= 0).all() and rates[-1] == pytest.approx(0.2, abs=1e-3)
-
-
 def test_prefetch_applies_the_rule_of_what_is_supervised() -> None:
     class Reader:
-        def batch(self, numbers: list[int]) -> object:
-            return make_batch(ragged_masks(), tiny_config())
+        def batch(self, numbers: list[int], device: object, dtype: object, mask: str) -> object:
+            return supervised_by(mask, make_batch(ragged_masks(), tiny_config()))
 
     def rows(mask: str) -> int:
         (found,) = prefetch(
