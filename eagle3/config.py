@@ -225,7 +225,7 @@ class TrainConfig:
     simulate_samples: int = 8
     """Validation samples on which speculative decoding is replayed at validation; 0 for none."""
     peak_tflops: float | None = None
-    """Peak of one device for train/mfu; None takes it from eagle3/flops.py if the device is there."""
+    """Peak of one device, for train/mfu; None takes it from the table in eagle3/flops.py."""
     log_every: int = 10
     validate_every: int = 200
     save_every: int = 200

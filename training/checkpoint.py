@@ -1,13 +1,15 @@
 """Checkpoints that do not depend on the number of ranks.
 
-A drafter is small, so a checkpoint holds it whole: float32 master weights and both AdamW moments,
-gathered from however DeepSpeed has split them. A folder is written under a temporary name and
-renamed.
+A drafter is small, so a checkpoint holds it whole: float32 master weights and optimizer state,
+gathered from however DeepSpeed has split them (training/weights.py). A folder is written under a
+temporary name and renamed.
 
-    step-00000200/drafter.safetensors      trainable weights, float32
-    step-00000200/exp_avg.safetensors      AdamW's first moment, by weight name
-    step-00000200/exp_avg_sq.safetensors   its second moment
-    step-00000200/state.json               step and validation results
+    step-00000200/drafter.safetensors          trainable weights, float32
+    step-00000200/exp_avg.safetensors          AdamW's first moment, by weight name
+    step-00000200/exp_avg_sq.safetensors       its second moment
+    step-00000200/momentum_buffer.safetensors  Muon's momentum, of the weights that Muon steps
+    step-00000200/ema.safetensors              moving average of the weights, if train.ema is set
+    step-00000200/state.json                   step and validation results
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from torch import Tensor, nn
 
 from eagle3.errors import UserError
 from eagle3.manifest import write_json
+from training.optimizer import EMA
+from training.weights import restore, state_kinds, trainable, whole
 
 log = logging.getLogger(__name__)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", EMA)
 
 
 def folders(root: Path) -> list[Path]:
@@ -58,9 +62,14 @@ def load_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    """Trainable weights by the drafter's parameter names, float32."""
-    return load_file(folder / "drafter.safetensors")
+def weights(folder: Path, kind: str = "drafter") -> dict[str, Tensor]:
+    """Trainable weights, or their average (EMA), by the drafter's parameter names, float32."""
+    return load_file(_file(folder, kind))
+
+
+def has_average(folder: Path) -> bool:
+    """Whether the run kept a moving average of its weights."""
+    return _file(folder, EMA).exists()
 
 
 def save(engine: Any, root: Path, state: dict[str, Any], keep: int, rank: int) -> None:
@@ -68,15 +77,14 @@ def save(engine: Any, root: Path, state: dict[str, Any], keep: int, rank: int) -
 
     The newest `keep` stay, and the one with the best validation accept length.
     """
-    tensors = {name: _gather(engine, name, parameter) for name, parameter in _trainable(engine)}
+    parts = _gather(engine)
     if rank == 0:
         final = root / f"step-{state['step']:08d}"
         temporary = root / f".{final.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for kind in ("drafter", *MOMENTS):
-            part = {name: gathered[kind] for name, gathered in tensors.items()}
-            save_file(part, temporary / f"{kind}.safetensors")
+        for kind, part in parts.items():
+            save_file(part, _file(temporary, kind))
         write_json(temporary / "state.json", state)
         for file in temporary.iterdir():
             with file.open("rb") as handle:
@@ -91,9 +99,9 @@ def save(engine: Any, root: Path, state: dict[str, Any], keep: int, rank: int) -
         torch.distributed.barrier()
 
 
-def load_weights(module: nn.Module, folder: Path) -> None:
-    """Put a checkpoint's weights into a drafter (before the engine copies them)."""
-    found = weights(folder)
+def load_weights(module: nn.Module, folder: Path, kind: str = "drafter") -> None:
+    """Put a checkpoint's weights, or their average, into a drafter."""
+    found = weights(folder, kind)
     own = {n: p for n, p in module.named_parameters() if p.requires_grad}
     if own.keys() != found.keys():
         raise UserError(
@@ -105,54 +113,29 @@ def load_weights(module: nn.Module, folder: Path) -> None:
             parameter.copy_(found[name])
 
 
+def _gather(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """kind -> name -> whole float32 tensor on the host of rank 0; the other ranks only take part.
+
+    Raises:
+        RuntimeError: a weight is not finite: nothing that was trained from it is worth keeping.
+    """
+    keep = torch.distributed.get_rank() == 0
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in trainable(engine):
+        for kind in (None, *state_kinds(engine, parameter)):
+            tensor = whole(engine, parameter, kind)
+            if not torch.isfinite(tensor).all():
+                raise RuntimeError(f"{name} is not finite ({kind or 'weight'}): not saved")
+            if keep:
+                parts.setdefault(kind or "drafter", {})[name] = tensor.float().cpu().contiguous()
+    return parts
+
+
 def load_optimizer(engine: Any, folder: Path) -> None:
-    """Put master weights and moments into an initialised engine."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-    master = weights(folder)
-    moments = {kind: load_file(folder / f"{kind}.safetensors") for kind in MOMENTS}
-    step = float(load_state(folder)["step"])
-    if _plain(engine):
-        for name, parameter in _trainable(engine):
-            engine.optimizer.state[parameter] = {
-                "step": torch.tensor(step),
-                **{kind: moments[kind][name].to(parameter.device) for kind in MOMENTS},
-            }
-        return
-    # DeepSpeed links parameters to their moments after the first step; we need them before it
-    torch_optimizer = engine.optimizer.optimizer
-    for flat in (p for group in torch_optimizer.param_groups for p in group["params"]):
-        torch_optimizer.state[flat] = {
-            "step": torch.tensor(step), **{kind: torch.zeros_like(flat) for kind in MOMENTS}
-        }  # fmt: skip
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in _trainable(engine):
-        safe_set_full_fp32_param(parameter, master[name].to(parameter.device))
-        for kind in MOMENTS:
-            safe_set_full_optimizer_state(parameter, moments[kind][name].to(parameter.device), kind)
+    """Put master weights and optimizer state into an initialised engine."""
+    states = {kind: load_file(path) for kind in STATES if (path := _file(folder, kind)).exists()}
+    restore(engine, weights(folder), states, load_state(folder)["step"])
 
 
-def _trainable(engine: Any) -> list[tuple[str, nn.Parameter]]:
-    drafter = engine.module.drafter
-    return [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
-
-
-def _plain(engine: Any) -> bool:
-    """Whether the engine steps the torch optimizer itself (float32, ZeRO 0)."""
-    return isinstance(engine.optimizer, torch.optim.Optimizer)
-
-
-def _gather(engine: Any, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Whole float32 weight and moments of a parameter, on the host."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    if _plain(engine):
-        state = engine.optimizer.state[parameter]
-        found = {"drafter": parameter.detach(), **{kind: state[kind] for kind in MOMENTS}}
-    else:
-        found = {"drafter": safe_get_full_fp32_param(parameter)} | {
-            kind: safe_get_full_optimizer_state(parameter, kind) for kind in MOMENTS
-        }
-    if missing := [kind for kind, value in found.items() if value is None]:
-        raise RuntimeError(f"DeepSpeed gives no {missing} of {name}")
-    return {kind: value.detach().float().cpu().contiguous() for kind, value in found.items()}
+def _file(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.safetensors"

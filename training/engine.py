@@ -13,6 +13,7 @@ import torch.distributed as dist
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.ttt import TTTModel
+from training import optimizer as optimizers
 
 OURS = {
     "train_batch_size": "train.tokens_per_batch and train.accumulation",
@@ -23,6 +24,9 @@ OURS = {
     "fp16": "nothing: use bf16 or fp32",
 }
 """DeepSpeed keys that our own configuration decides."""
+
+KEEP_GATHERED = "stage3_param_persistence_threshold"
+"""ZeRO 3 keeps parameters up to this size whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +74,31 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     """The user's DeepSpeed configuration and the keys we decide.
 
     Raises:
-        UserError: the user's sets one of ours, or asks for ZeRO 3.
+        UserError: the user's sets one of ours, or asks for what we cannot save.
     """
     theirs = config.deepspeed
     for key, instead in OURS.items():
         if key in theirs:
             raise UserError(f"deepspeed.{key} is decided by {instead}; remove it")
-    if theirs.get("zero_optimization", {}).get("stage", 0) > 2:
-        raise UserError("deepspeed.zero_optimization.stage must be 0, 1 or 2")
+    zero = dict(theirs.get("zero_optimization", {}))
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.get(part, {}).get("device", "none") not in ("none", "cpu"):
+            raise UserError(
+                f"deepspeed.zero_optimization.{part}.device must be cpu or none: checkpoints need "
+                "the optimizer state in memory"
+            )
+    if zero.get("stage", 0) == 3:
+        # see `_keep_whole`
+        if KEEP_GATHERED in zero:
+            raise UserError(f"deepspeed.zero_optimization.{KEEP_GATHERED} is decided; remove it")
+        zero[KEEP_GATHERED] = 10**12
     return {
         **theirs,
+        "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.train.accumulation,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
 
@@ -92,25 +108,37 @@ def uses_bf16(config: Config) -> bool:
 
 
 def initialize(model: TTTModel, config: Config, world: World) -> Any:
-    """A DeepSpeed engine over the model's trainable parameters, with AdamW."""
+    """A DeepSpeed engine over the model's trainable parameters."""
     import deepspeed
 
     model.to(world.device)
     if uses_bf16(config):
         model.bfloat16()
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=config.optimizer.lr,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        weight_decay=config.optimizer.weight_decay,
-        fused=False,
-    )
+    optimizer = optimizers.build(model.drafter, config.optimizer, config.train.ema)
+    # ZeRO 0 in bf16 takes a first step on gradients of 0, which must not decay the weights and must
+    # not count
+    set_learning_rate(optimizer, 0.0)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(config)
     )
+    optimizer.state.clear()
+    if engine.zero_optimization_stage() == 3:
+        _keep_whole(engine)
     return engine
 
 
-def set_learning_rate(engine: Any, lr: float) -> None:
-    for group in engine.optimizer.param_groups:
+def _keep_whole(engine: Any) -> None:
+    """Have ZeRO 3 split optimizer state, master weights and gradients, but not the parameters.
+
+    It would gather each module's weights when the module is called. A TTT step uses most weights of
+    its one layer outside their modules' calls and all of them at once, so they stay gathered:
+    DeepSpeed gathers again what it marks as persistent, here everything, after each step.
+    """
+    offload = engine.optimizer.parameter_offload
+    offload._remove_module_hooks()
+    offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
         group["lr"] = lr

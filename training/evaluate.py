@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.store.reader import StoreReader
+from eagle3.ttt import TTTModel
 from training.data import pack, prefetch
 from training.engine import World
 
@@ -38,7 +39,7 @@ def summary(
 
 @torch.no_grad()
 def validate(
-    engine: Any,
+    model: TTTModel,
     reader: StoreReader,
     numbers: list[int],
     tokens_per_batch: int,
@@ -47,18 +48,14 @@ def validate(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Metrics over the validation samples, shared out over the ranks."""
-    module = engine.module
-    was_training = module.training
-    module.eval()
     totals = torch.zeros(3, num_steps, dtype=torch.float64, device=world.device)
     batches = pack(numbers, reader.lengths, tokens_per_batch)[world.rank :: world.size]
     scale = torch.zeros(num_steps, device=world.device)
     for batch in prefetch(reader, batches, world.device, dtype):
-        output = module(batch, scale, score=True)
+        output = model(batch, scale, score=True)
         for total, part in zip(
             totals, (output.step_loss, output.rows, output.accepted), strict=True
         ):
             total += part
-    module.train(was_training)
     step_loss, rows, accepted = world.sum(totals)
     return summary("validation", step_loss, rows, accepted)

@@ -43,7 +43,8 @@ def export(config: Config) -> Path:
     train_samples = sorted(set(range(len(reader))) - set(held_out))
     vocab, _ = draft_vocab(config, reader, train_samples)
     drafter = build_model(config, target, vocab).drafter
-    checkpoint.load_weights(drafter, chosen)
+    kind = "ema" if checkpoint.has_average(chosen) else "drafter"
+    checkpoint.load_weights(drafter, chosen, kind)
     aux_layers = trained.match["aux_layers"]
     dtype = DTYPES[config.export.dtype]
     manifest = Manifest(
@@ -53,6 +54,7 @@ def export(config: Config) -> Path:
         inputs={"store": reader.manifest.hash(), "checkpoint": chosen.name},
         facts={
             "state": checkpoint.load_state(chosen),
+            "weights": "moving average" if kind == "ema" else "last step",
             "coverage": trained.facts["coverage"],
             "validation_samples": held_out,
         },
@@ -66,7 +68,7 @@ def export(config: Config) -> Path:
             aux_layers,
             config.train.ttt_steps,
         )
-    log.info("exported %s to %s", chosen.name, config.drafter_dir)
+    log.info("exported %s (%s) to %s", chosen.name, kind, config.drafter_dir)
     return config.drafter_dir
 
 

@@ -25,13 +25,14 @@ from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
-from training import checkpoint, schedule
+from training import checkpoint, optimizer, schedule
 from training import engine as engines
 from training.data import BatchPlan, Split, prefetch
 from training.engine import World
 from training.evaluate import summary, validate
 from training.model import build_model, draft_vocab, init_identity, open_store
 from training.schedule import learning_rate
+from training.weights import for_evaluation
 
 log = logging.getLogger(__name__)
 KIND = "checkpoints"
@@ -42,6 +43,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         schedule.check(config.optimizer)
+        optimizer.check(config)
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
@@ -127,7 +129,7 @@ class Trainer:
         scale = (self.world.size * len(window) / counts.clamp(min=1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(
-            self.engine, learning_rate(self.step, self.num_steps, self.config.optimizer)
+            self.engine.optimizer, learning_rate(self.step, self.num_steps, self.config.optimizer)
         )
         for batch in window:
             output = self.engine(batch, scale, score)
@@ -159,10 +161,12 @@ class Trainer:
         return values
 
     def _validate(self) -> dict[str, Any]:
-        values = validate(
-            self.engine, self.reader, self.split.validation, self.config.train.tokens_per_batch,
-            self.config.train.ttt_steps, self.world, self.dtype,
-        )  # fmt: skip
+        train = self.config.train
+        with for_evaluation(self.engine, ema=train.ema is not None) as model:
+            values = validate(
+                model, self.reader, self.split.validation, train.tokens_per_batch, train.ttt_steps,
+                self.world, self.dtype,
+            )  # fmt: skip
         self.metrics.log(self.step, values)
         log.info("step %d: %s", self.step, {k: round(v, 4) for k, v in values.items()})
         return {k.removeprefix("validation/"): v for k, v in values.items()}
@@ -200,6 +204,7 @@ class Trainer:
                 "mask": config.train.mask,
                 "fp8": config.train.fp8,
                 "step_decay": config.train.step_decay,
+                "ema": config.train.ema,
                 "tokens_per_batch": config.train.tokens_per_batch,
                 "micro_batches_per_step": config.train.accumulation * self.world.size,
                 "num_steps": self.num_steps,
