@@ -1,4 +1,4 @@
-"""Random ragged batches for `bench/train.py`, and the work that training on one takes."""
+"""Random ragged batches for `bench/train.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from eagle3.batch import Batch, depths, needed_final
+from eagle3.batch import Batch, needed_final
 from eagle3.drafter import DrafterConfig
+from eagle3.flops import useful_flops as useful_flops
 
 
 def document_masks(tokens: int, generator: np.random.Generator) -> list[np.ndarray]:
@@ -47,38 +48,3 @@ def make_batch(masks: list[np.ndarray], config: DrafterConfig, device: str, seed
         final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
     )
     return batch.to(device, dtype)
-
-
-def useful_flops(batch: Batch, config: DrafterConfig, num_steps: int) -> float:
-    """Operations that a step has to do, whatever a system does.
-
-    Per batch of N rows of which R_k are supervised at step k, T of them in all steps, with hidden
-    size H, A aux states, intermediate size I, query width Q, key and value width E, draft
-    vocabulary V, and P_k visible (query, key) pairs at step k:
-
-        fc                4 A H^2 N               forward and weight gradient; the inputs need none
-        token half        4 H (Q + 2E) N          once, forward and weight gradient
-        step-0 keys       6 H 2E N                hidden half, forward and both gradients
-        queries and on    6 (H Q + Q H + 3 H I) T
-        own keys          6 H 2E (T - R_0)
-        lm_head           6 H V T
-        teacher           2 H V M                 M rows with a teacher
-        attention         14 Q sum_k P_k          forward 4, backward 10 (with its scores again)
-    """
-    depth, positions = depths(batch), batch.positions()
-    steps = [depth > k for k in range(num_steps)]
-    n, total, first = batch.num_rows, sum(int(s.sum()) for s in steps), int(steps[0].sum())
-    pairs = sum(int((positions[s] + 1 + k).sum()) for k, s in enumerate(steps))
-    h, v, i = config.hidden_size, config.draft_vocab_size, config.intermediate_size
-    q = config.num_attention_heads * config.head_dim
-    e = config.num_key_value_heads * config.head_dim
-    return (
-        4 * config.num_aux * h * h * n
-        + 4 * h * (q + 2 * e) * n
-        + 6 * h * 2 * e * n
-        + 6 * (2 * h * q + 3 * h * i) * total
-        + 6 * h * 2 * e * (total - first)
-        + 6 * h * v * total
-        + 2 * h * v * batch.final.shape[0]
-        + 14 * q * pairs
-    )

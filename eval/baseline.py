@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from eval.walk import walk
+from eagle3.walk import walk
 
 
 class Bigram:

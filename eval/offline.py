@@ -9,40 +9,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-
 from eagle3 import export as formats
 from eagle3 import logging as console
 from eagle3 import provenance
 from eagle3.config import Config, command
-from eagle3.decode import ChainDrafter
-from eagle3.drafter import Drafter
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
+from eagle3.walk import sample_histograms
 from eval.stats import acceptance
-from eval.walk import generated_spans, walk
 
 log = logging.getLogger(__name__)
-
-
-def sample_histograms(
-    drafter: Drafter, tokens: list[int], loss_mask: list[int], aux: torch.Tensor, num_steps: int
-) -> list[list[int]]:
-    """Histogram of each generated span of one sample (aux [T, A * H])."""
-    chain = ChainDrafter(drafter)
-    ids = torch.tensor(tokens)
-    known = 0
-
-    def draft(last: int, steps: int) -> list[int]:
-        nonlocal known
-        # the server has verified tokens 0..last: it knows states 0..last-1 and what follows each
-        chain.extend(aux[known:last], ids[known + 1 : last + 1])
-        known = last
-        return chain.draft(steps)
-
-    return [walk(tokens, span, draft, num_steps) for span in generated_spans(loss_mask)]
 
 
 def offline(config: Config) -> dict[str, Any]:

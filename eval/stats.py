@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from eagle3.walk import marginals
+
 RESAMPLES = 2000
 
 
@@ -35,12 +37,6 @@ class Acceptance:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def marginals(histogram: np.ndarray) -> np.ndarray:
-    """Histogram [..., K + 1] -> marginals [..., K]; 0 where there was no verify step."""
-    more_than = histogram[..., ::-1].cumsum(axis=-1)[..., ::-1][..., 1:]
-    return more_than / np.maximum(histogram.sum(axis=-1, keepdims=True), 1)
 
 
 def acceptance(histograms: list[list[int]], seed: int = 0) -> Acceptance:

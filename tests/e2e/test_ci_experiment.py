@@ -10,7 +10,7 @@ import torch
 from eagle3 import export
 from eagle3.config import Config
 from eagle3.target import Target
-from eval.offline import sample_histograms
+from eagle3.walk import sample_histograms
 from extraction.extract import default_spool
 from tests.e2e.conftest import Run, make
 
@@ -76,6 +76,17 @@ def test_live_histograms_are_those_of_our_own_drafter(ci_run: Run, target: Targe
             moved = sum(abs(a - b) for a, b in zip(ours, row["histogram"], strict=True))
             assert moved <= 2, (row["id"], ours, row["histogram"])
     assert ended >= len(lines) // 2
+
+
+def test_training_simulated_what_the_offline_evaluation_finds(ci_run: Run) -> None:
+    """The last validation and `eval` replay the same drafter on the same samples."""
+    text = (ci_run.folder / "train" / "metrics.jsonl").read_text()
+    last = [x for x in map(json.loads, text.splitlines()) if "validation/loss" in x][-1]
+    offline = results(ci_run)["offline"]
+    assert last["validation/simulated_accept_length"] == pytest.approx(offline["accept_length"])
+    assert [last[f"validation/simulated_acceptance_{k}"] for k in range(3)] == pytest.approx(
+        offline["marginal"]
+    )
 
 
 def test_training_learned_and_logged(ci_run: Run) -> None:

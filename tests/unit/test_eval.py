@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3.walk import generated_spans, marginals, sample_histograms, walk
 from eval.baseline import Bigram
-from eval.offline import sample_histograms
-from eval.stats import acceptance, marginals
-from eval.walk import generated_spans, walk
+from eval.stats import acceptance
 from tests.conftest import make_batch, tiny_drafter
 
 

@@ -2,7 +2,7 @@
 
 The text is what the target generated greedily, so a draft is accepted iff it equals the next
 recorded token, and the walk visits exactly the verify steps that a live server would have gone
-through.
+through. Evaluation and training count acceptance with the code here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.decode import ChainDrafter
+from eagle3.drafter import Drafter
 
 Draft = Callable[[int, int], list[int]]
 """(index of the last known token, number of drafts) -> draft token ids."""
@@ -46,3 +51,36 @@ def walk(tokens: Sequence[int], span: tuple[int, int], draft: Draft, num_steps: 
         histogram[accepted] += 1
         last += accepted + 1
     return histogram
+
+
+def sample_histograms(
+    drafter: Drafter, tokens: list[int], loss_mask: list[int], aux: Tensor, num_steps: int
+) -> list[list[int]]:
+    """Histogram of each generated span of one sample.
+
+    Args:
+        aux: [T, A * H], on the drafter's device and in its dtype.
+        num_steps: drafts per verify step.
+    """
+    chain = ChainDrafter(drafter)
+    ids = torch.tensor(tokens, device=aux.device)
+    known = 0
+
+    def draft(last: int, steps: int) -> list[int]:
+        nonlocal known
+        # the server has verified tokens 0..last: it knows states 0..last-1 and what follows each
+        chain.extend(aux[known:last], ids[known + 1 : last + 1])
+        known = last
+        return chain.draft(steps)
+
+    return [walk(tokens, span, draft, num_steps) for span in generated_spans(loss_mask)]
+
+
+def marginals(histogram: np.ndarray) -> np.ndarray:
+    """Histogram [..., K + 1] -> marginals [..., K]; 0 where there was no verify step.
+
+    marginal_k is the share of verify steps with more than k accepted drafts; accept length is 1
+    plus their sum.
+    """
+    more_than = histogram[..., ::-1].cumsum(axis=-1)[..., ::-1][..., 1:]
+    return more_than / np.maximum(histogram.sum(axis=-1, keepdims=True), 1)
