@@ -9,7 +9,7 @@ temporary name and renamed.
     step-00000200/exp_avg_sq.safetensors       its second moment
     step-00000200/momentum_buffer.safetensors  Muon's momentum, of the weights that Muon steps
     step-00000200/ema.safetensors              moving average of the weights, if train.ema is set
-    step-00000200/state.json                   step and validation results
+    step-00000200/state.json                   step; validation results if it was validated
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from eagle3.errors import UserError
 from eagle3.manifest import write_json
+from training.engine import World
 from training.optimizer import EMA
 from training.weights import restore, state_kinds, trainable, whole
 
@@ -51,11 +53,22 @@ def choose(root: Path, which: str) -> Path:
     if which == "last":
         return found[-1]
     if which == "best":
-        return max(found, key=lambda f: (load_state(f).get("accept_length") or 0.0, f.name))
+        if (chosen := best(found)) is None:
+            raise UserError(
+                f"export.checkpoint=best: no checkpoint in {root} was validated; let "
+                "train.save_every be a multiple of train.validate_every"
+            )
+        return chosen
     named = root / f"step-{int(which):08d}"
     if named not in found:
         raise UserError(f"export.checkpoint={which}: {root} has {[f.name for f in found]}")
     return named
+
+
+def best(found: list[Path]) -> Path | None:
+    """The checkpoint with the best validation accept length, the later one of equals."""
+    scores = [(load_state(f).get("accept_length"), f.name, f) for f in found]
+    return max((s for s in scores if s[0] is not None), default=(None, "", None))[2]
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -72,16 +85,36 @@ def has_average(folder: Path) -> bool:
     return _file(folder, EMA).exists()
 
 
-def save(engine: Any, root: Path, state: dict[str, Any], keep: int, rank: int) -> None:
+def save(engine: Any, root: Path, state: dict[str, Any], keep: int, world: World) -> None:
     """Write a checkpoint (every rank takes part; rank 0 writes) and prune old ones.
 
     The newest `keep` stay, and the one with the best validation accept length.
+
+    Args:
+        state: `step`, and the validation results if it was validated at this step.
+
+    Raises:
+        UserError: it could not be written, on every rank; the older ones are as they were.
     """
-    parts = _gather(engine)
-    if rank == 0:
-        final = root / f"step-{state['step']:08d}"
-        temporary = root / f".{final.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+    parts = _gather(engine, world.rank == 0)
+    problem = _write(root, state, parts) if world.rank == 0 else None
+    failed = torch.tensor(float(problem is not None), device=world.device)
+    if world.sum(failed).item():
+        raise UserError(problem or "rank 0 could not write its checkpoint")
+    if world.rank == 0:
+        found = folders(root)
+        for old in found[:-keep]:
+            if old != best(found):
+                shutil.rmtree(old)
+
+
+def _write(root: Path, state: dict[str, Any], parts: dict[str, dict[str, Tensor]]) -> str | None:
+    """Write and rename a checkpoint folder; what went wrong, or None."""
+    final = root / f"step-{state['step']:08d}"
+    temporary = root / f".{final.name}.tmp"
+    for stale in root.glob(".step-*.tmp"):  # of a process that was killed
+        shutil.rmtree(stale)
+    try:
         temporary.mkdir(parents=True)
         for kind, part in parts.items():
             save_file(part, _file(temporary, kind))
@@ -91,12 +124,15 @@ def save(engine: Any, root: Path, state: dict[str, Any], keep: int, rank: int) -
                 os.fsync(handle.fileno())
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        best = choose(root, "best")
-        for old in folders(root)[:-keep]:
-            if old != best:
-                shutil.rmtree(old)
-    if torch.distributed.get_world_size() > 1:
-        torch.distributed.barrier()
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
+        shutil.rmtree(temporary, ignore_errors=True)
+        needed = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+        return (
+            f"checkpoint {final} could not be written: {error}. It needs {needed:,} bytes, "
+            f"{shutil.disk_usage(root).free:,} are free. Older checkpoints are intact: make room "
+            "and run the same command, which resumes from the last one"
+        )
+    return None
 
 
 def load_weights(module: nn.Module, folder: Path, kind: str = "drafter") -> None:
@@ -113,13 +149,12 @@ def load_weights(module: nn.Module, folder: Path, kind: str = "drafter") -> None
             parameter.copy_(found[name])
 
 
-def _gather(engine: Any) -> dict[str, dict[str, Tensor]]:
-    """kind -> name -> whole float32 tensor on the host of rank 0; the other ranks only take part.
+def _gather(engine: Any, keep: bool) -> dict[str, dict[str, Tensor]]:
+    """kind -> name -> whole float32 tensor on the host; ranks that do not `keep` only take part.
 
     Raises:
         RuntimeError: a weight is not finite: nothing that was trained from it is worth keeping.
     """
-    keep = torch.distributed.get_rank() == 0
     parts: dict[str, dict[str, Tensor]] = {}
     for name, parameter in trainable(engine):
         for kind in (None, *state_kinds(engine, parameter)):

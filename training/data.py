@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,14 +104,29 @@ def pack(numbers: Iterable[int], lengths: np.ndarray, tokens_per_batch: int) -> 
     return batches
 
 
+@dataclass(kw_only=True, slots=True)
+class Loaded:
+    """A batch on its device, its sample numbers, and what the loader counted on the way.
+
+    generated: tokens that the target generated. flops: useful work of training on it, 0 if nobody
+    asked.
+    """
+
+    batch: Batch
+    numbers: Sequence[int]
+    generated: int
+    flops: float
+
+
 def prefetch(
     reader: StoreReader,
     batches: Iterable[Sequence[int]],
     device: torch.device,
     dtype: torch.dtype,
+    count_flops: Callable[[Batch], float] | None = None,
     depth: int = 2,
     mask: str = "serving",
-) -> Iterator[Batch]:
+) -> Generator[Loaded, None, None]:
     """Read batches ahead on a thread, in order; an error there is raised here.
 
     On a GPU they are copied and decoded on a stream of their own, beside the training step.
@@ -119,10 +134,19 @@ def prefetch(
     Args:
         mask: rule of what is supervised, one of `eagle3.batch.MASKS`.
     """
-    Item = tuple[Batch, Any] | BaseException | None
+    Item = tuple[Loaded, Any] | BaseException | None
     ready: queue.Queue[Item] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def load(numbers: Sequence[int]) -> Loaded:
+        packed = reader.pack(numbers, mask)
+        return Loaded(
+            numbers=numbers,
+            generated=int(packed.tokens.loss_mask.sum()),
+            flops=count_flops(packed.tokens) if count_flops else 0.0,
+            batch=packed.to(device, dtype),
+        )
 
     def put(item: Item) -> None:
         while not stopped.is_set():
@@ -137,8 +161,8 @@ def prefetch(
                 for numbers in batches:
                     if stopped.is_set():
                         return
-                    batch = reader.batch(numbers, device, dtype, mask)
-                    put((batch, None if stream is None else stream.record_event()))
+                    loaded = load(numbers)
+                    put((loaded, None if stream is None else stream.record_event()))
             put(None)
         except BaseException as error:
             put(error)
@@ -149,11 +173,11 @@ def prefetch(
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            batch, event = item
+            loaded, event = item
             if event is not None:
                 torch.cuda.current_stream(device).wait_event(event)
-                batch.record_stream(torch.cuda.current_stream(device))
-            yield batch
+                loaded.batch.record_stream(torch.cuda.current_stream(device))
+            yield loaded
     finally:
         stopped.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Validation during training: the loss and acceptance of held-out samples."""
+"""Validation during training: loss, acceptance and simulated decoding of held-out samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from eagle3.store.reader import StoreReader
 from eagle3.ttt import TTTModel
+from eagle3.walk import marginals, sample_histograms
 from training.data import pack, prefetch
 from training.engine import World
+from training.finite import all_finite, require
 
 
 def summary(
@@ -51,11 +53,44 @@ def validate(
     totals = torch.zeros(3, num_steps, dtype=torch.float64, device=world.device)
     batches = pack(numbers, reader.lengths, tokens_per_batch)[world.rank :: world.size]
     scale = torch.zeros(num_steps, device=world.device)
-    for batch in prefetch(reader, batches, world.device, dtype):
-        output = model(batch, scale, score=True)
+    finite = torch.ones((), dtype=torch.bool, device=world.device)
+    for loaded in prefetch(reader, batches, world.device, dtype):
+        finite &= all_finite(loaded)
+        output = model(loaded.batch, scale, score=True)
         for total, part in zip(
             totals, (output.step_loss, output.rows, output.accepted), strict=True
         ):
             total += part
+    finite &= torch.isfinite(totals[0]).all()
+    require(finite, sum(batches, []), reader, world, "the validation loss")
     step_loss, rows, accepted = world.sum(totals)
     return summary("validation", step_loss, rows, accepted)
+
+
+@torch.no_grad()
+def simulate(
+    model: TTTModel,
+    reader: StoreReader,
+    numbers: list[int],
+    num_drafts: int,
+    world: World,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Acceptance of these samples as `eval.offline` counts it, shared out over the ranks.
+
+    Speculative decoding is replayed on each, so that only those positions count at which a server
+    would have drafted.
+    """
+    histogram = torch.zeros(num_drafts + 1, dtype=torch.float64, device=world.device)
+    for number in numbers[world.rank :: world.size]:
+        ids, mask = reader.tokens(number)
+        aux, _ = reader.states(number)
+        found = sample_histograms(
+            model.drafter, ids.tolist(), mask.int().tolist(), aux.to(world.device, dtype),
+            num_drafts,
+        )  # fmt: skip
+        for one in found:
+            histogram += histogram.new_tensor(one)
+    marginal = marginals(world.sum(histogram).cpu().numpy()).tolist()
+    values = {f"validation/simulated_acceptance_{k}": m for k, m in enumerate(marginal)}
+    return values | {"validation/simulated_accept_length": 1 + sum(marginal)}

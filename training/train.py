@@ -8,28 +8,29 @@ learning rates and weights.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from eagle3 import logging as console
-from eagle3.batch import Batch
 from eagle3.config import Config, command
 from eagle3.errors import UserError
+from eagle3.flops import useful_flops
 from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
 from training import checkpoint, optimizer, schedule
 from training import engine as engines
-from training.data import BatchPlan, Split, prefetch
+from training.data import BatchPlan, Loaded, Split, prefetch
 from training.engine import World
-from training.evaluate import summary, validate
+from training.evaluate import simulate, summary, validate
+from training.finite import all_finite, require
+from training.meter import Meter, device_peak_tflops
 from training.model import build_model, draft_vocab, init_identity, open_store
 from training.schedule import learning_rate
 from training.weights import for_evaluation
@@ -75,49 +76,45 @@ class Trainer:
             self.step = checkpoint.load_state(self.resumed)["step"]
             log.info("resuming after step %d", self.step)
         self.metrics = self._metrics()
+        peak = device_peak_tflops(config.train.peak_tflops, world, engines.uses_bf16(config))
+        self.meter = Meter(world, peak)
 
     def run(self) -> None:
         """Train to the last step; validate, log and save on the way."""
         train = self.config.train
-        batches = prefetch(
-            self.reader, self._my_batches(self.step), self.world.device, self.dtype, mask=train.mask
-        )
         last = checkpoint.load_state(self.resumed) if self.resumed else {}
-        with console.progress("train") as bar:
+        with console.progress("train") as bar, closing(self._batches()) as batches:
             task = bar.add_task("", total=self.num_steps, completed=self.step, note="")
-            started, seen, waited = time.perf_counter(), 0, 0.0
+            self.meter.restart()
             while self.step < self.num_steps:
-                before = time.perf_counter()
-                window = [next(batches) for _ in range(train.accumulation)]
-                waited += time.perf_counter() - before
+                window = self.meter.take(batches, train.accumulation)
                 due = (self.step + 1) % train.log_every == 0 or self.step + 1 == self.num_steps
                 totals = self._optimizer_step(window, score=due)
                 self.step += 1
-                seen += sum(batch.num_rows for batch in window)
                 bar.update(task, advance=1)
                 if due:
-                    elapsed = time.perf_counter() - started
-                    values = self._logged(totals, seen, elapsed, waited)
+                    values = self._logged(totals)
                     bar.update(task, note=f"loss {values['train/loss']:.3f}")
                     self.metrics.log(self.step, values)
-                    started, seen, waited = time.perf_counter(), 0, 0.0
+                    self.meter.restart()
                 at_end = self.step == self.num_steps
+                state: dict[str, Any] = {"step": self.step}
                 if self.split.validation and (at_end or self.step % train.validate_every == 0):
-                    last = self._validate()
-                    started, seen, waited = time.perf_counter(), 0, 0.0
+                    state |= self._validate()
+                    self.meter.restart()
                 if at_end or self.step % train.save_every == 0:
-                    state = {"step": self.step, **{k: v for k, v in last.items() if k != "step"}}
+                    last = state
                     checkpoint.save(
-                        self.engine, self.root, state, train.keep_checkpoints, self.world.rank
+                        self.engine, self.root, state, train.keep_checkpoints, self.world
                     )
-        batches.close()  # type: ignore[attr-defined]
+                    self.meter.restart()
         if self.world.rank == 0:
             self.manifest.facts |= {"complete": True, "steps": self.step, "last": last}
             self.manifest.save(self.root)
         self.metrics.close()
         log.info("trained %d steps into %s; %s", self.step, self.root, last)
 
-    def _optimizer_step(self, window: list[Batch], score: bool) -> torch.Tensor:
+    def _optimizer_step(self, window: list[Loaded], score: bool) -> torch.Tensor:
         """One step over a window of micro-batches; returns summed [loss, rows, accepted] [3, K].
 
         Step k's loss is the mean over all rows it supervises in the window, on every rank:
@@ -125,51 +122,66 @@ class Trainer:
         both.
         """
         num_ttt = self.config.train.ttt_steps
-        counts = self.world.sum(sum(supervised_rows(b, num_ttt) for b in window).double())
+        counts = self.world.sum(sum(supervised_rows(x.batch, num_ttt) for x in window).double())
         scale = (self.world.size * len(window) / counts.clamp(min=1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(
             self.engine.optimizer, learning_rate(self.step, self.num_steps, self.config.optimizer)
         )
-        for batch in window:
-            output = self.engine(batch, scale, score)
+        for index, loaded in enumerate(window):
+            output = self.engine(loaded.batch, scale, score)
             self.engine.backward(output.loss)
-            self.engine.step()
             totals[0] += output.step_loss
             totals[1] += output.rows
             if output.accepted is not None:
                 totals[2] += output.accepted
-        if not torch.isfinite(totals[0]).all():
-            raise RuntimeError(f"the loss is not finite at step {self.step}: {totals[0].tolist()}")
+            if index + 1 == len(window):
+                self._require_finite(window, totals[0])
+            self.engine.step()
         return totals
 
-    def _logged(
-        self, totals: torch.Tensor, rows_seen: int, elapsed_s: float, waited_s: float
-    ) -> dict[str, Any]:
-        seen = torch.tensor([rows_seen], dtype=torch.float64, device=self.world.device)
-        step_loss, rows, accepted = self.world.sum(totals.clone())
-        tokens = self.world.sum(seen).item()
-        values = summary("train", step_loss, rows, accepted)
-        values |= {
-            "train/lr": learning_rate(self.step - 1, self.num_steps, self.config.optimizer),
-            "train/tokens_per_s": tokens / elapsed_s,
-            "train/data_wait": waited_s / elapsed_s,
-            "train/memory_gb": self._memory_gb(),
-        }
+    def _require_finite(self, window: list[Loaded], step_loss: torch.Tensor) -> None:
+        """End on every rank, before the weights change, if something is not finite on any."""
+        found = torch.isfinite(step_loss).all()
+        for loaded in window:
+            found &= all_finite(loaded)
+        numbers = [n for loaded in window for n in loaded.numbers]
+        require(found, numbers, self.reader, self.world, f"the loss of step {self.step + 1}")
+
+    def _logged(self, totals: torch.Tensor) -> dict[str, Any]:
+        values = summary("train", *self.world.sum(totals.clone()))
+        values["train/lr"] = learning_rate(self.step - 1, self.num_steps, self.config.optimizer)
+        values |= self.meter.values()
         if (norm := self.engine.get_global_grad_norm()) is not None:
             values["train/grad_norm"] = float(norm)
         return values
 
     def _validate(self) -> dict[str, Any]:
-        train = self.config.train
+        train, held_out = self.config.train, self.split.validation
         with for_evaluation(self.engine, ema=train.ema is not None) as model:
             values = validate(
-                model, self.reader, self.split.validation, train.tokens_per_batch, train.ttt_steps,
-                self.world, self.dtype,
+                model, self.reader, held_out, train.tokens_per_batch, train.ttt_steps, self.world,
+                self.dtype,
             )  # fmt: skip
+            if train.simulate_samples > 0:
+                chosen = held_out[:: -(-len(held_out) // train.simulate_samples)]
+                values |= simulate(
+                    model, self.reader, chosen, self.config.eval.num_steps, self.world, self.dtype
+                )
         self.metrics.log(self.step, values)
         log.info("step %d: %s", self.step, {k: round(v, 4) for k, v in values.items()})
         return {k.removeprefix("validation/"): v for k, v in values.items()}
+
+    def _batches(self) -> Generator[Loaded, None, None]:
+        """This rank's micro-batches from the next step on, read ahead."""
+        count_flops = None
+        if self.meter.peak_tflops is not None:
+            shape, num_ttt = self.engine.module.drafter.config, self.config.train.ttt_steps
+            count_flops = lambda batch: useful_flops(batch, shape, num_ttt)  # noqa: E731
+        return prefetch(
+            self.reader, self._my_batches(self.step), self.world.device, self.dtype, count_flops,
+            mask=self.config.train.mask,
+        )  # fmt: skip
 
     def _my_batches(self, step: int) -> Iterator[list[int]]:
         """This rank's micro-batches from optimizer step `step` on."""
@@ -240,12 +252,6 @@ class Trainer:
                 )
             )
         return Metrics(trackers)
-
-    def _memory_gb(self) -> float:
-        """Peak GPU memory, or resident memory of this process without a GPU."""
-        if self.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e9
-        return psutil.Process().memory_info().rss / 1e9
 
 
 @command("train")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,32 @@ from torch import Tensor
 from eagle3.batch import Batch, needed_final, supervised_by
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
-from eagle3.store.codecs import get
+from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import digest
 from eagle3.store.writer import KIND, index_files, shard_paths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A batch on the CPU whose states are still encoded: fewer bytes to move to a device, and a GPU
+    is faster at decoding.
+
+    tokens: everything of the batch but its states.
+    """
+
+    tokens: Batch
+    states: dict[str, Tensor]
+    codec: Codec
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """The batch on a device, its states in `dtype` (None: as the codec decodes them)."""
+        moved = {key: _to(tensor, device) for key, tensor in self.states.items()}
+        aux, final = (self.codec.decode(kind, moved) for kind in ("aux", "final"))
+        return replace(
+            self.tokens.to(device),
+            aux=aux.to(dtype or aux.dtype),
+            final=final.to(dtype or final.dtype),
+        )
 
 
 class StoreReader:
@@ -76,19 +99,8 @@ class StoreReader:
         encoded = self.encoded(number)
         return self.codec.decode("aux", encoded), self.codec.decode("final", encoded)
 
-    def batch(
-        self,
-        numbers: Sequence[int],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        mask: str = "serving",
-    ) -> Batch:
-        """Pack whole samples into one batch on a device, the states in `dtype` (None: the codec's),
-        supervised by a rule of `batch.MASKS`.
-
-        The states travel encoded and are decoded there: fewer bytes to move, and a GPU is faster at
-        it.
-        """
+    def pack(self, numbers: Sequence[int], mask: str = "serving") -> Packed:
+        """Lay whole samples end to end, supervised by a rule of `batch.MASKS`."""
         parts: dict[str, list[Tensor]] = {}
         indexes: list[Tensor] = []
         lengths, taken = [0], 0
@@ -101,20 +113,19 @@ class StoreReader:
             lengths.append(len(needed))
             taken += int(self._final_rows[number])
         joined = {key: torch.cat(tensors) for key, tensors in parts.items()}
-        tokens = supervised_by(
-            mask,
-            Batch(
-                input_ids=joined.pop("input_ids").long(),
-                loss_mask=joined.pop("loss_mask").bool(),
-                doc_starts=torch.tensor(lengths).cumsum(0),
-                aux=torch.empty(0),
-                final=torch.empty(0),
-                final_index=torch.cat(indexes),
-            ),
-        ).to(device)
-        states = {key: _to(tensor, device) for key, tensor in joined.items()}
-        aux, final = (self.codec.decode(kind, states) for kind in ("aux", "final"))
-        return replace(tokens, aux=aux.to(dtype or aux.dtype), final=final.to(dtype or final.dtype))
+        tokens = Batch(
+            input_ids=joined.pop("input_ids").long(),
+            loss_mask=joined.pop("loss_mask").bool(),
+            doc_starts=torch.tensor(lengths).cumsum(0),
+            aux=torch.empty(0),
+            final=torch.empty(0),
+            final_index=torch.cat(indexes),
+        )
+        return Packed(tokens=supervised_by(mask, tokens), states=joined, codec=self.codec)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Whole samples as one batch on the CPU, the states as the codec decodes them."""
+        return self.pack(numbers).to("cpu")
 
     def label_counts(self, numbers: Sequence[int]) -> Tensor:
         """How often each target id is a supervised label in these samples [vocab_size]."""

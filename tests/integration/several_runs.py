@@ -1,11 +1,13 @@
-"""Several trainings in one group of processes: `several_runs.py '[[override, ...], ...]'`.
+"""Several trainings in one group of processes: `several_runs.py '[{"overrides": [...]}, ...]'`.
 
-Starting ranks costs more than a tiny training, so the tests of ZeRO stages share the start.
+Starting ranks costs more than a tiny training, so the tests of ZeRO stages share the start. A
+training that ends with a UserError leaves error-<rank>.txt in its folder; the next one goes on.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -14,10 +16,24 @@ from hydra.core.config_store import ConfigStore
 
 from eagle3 import logging as console
 from eagle3.config import Config, from_dict_config
+from eagle3.errors import UserError
 from training.engine import World
 from training.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(config: Config, world: World, largest_file: int | None) -> None:
+    """Train; beyond `largest_file` bytes writes fail, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        trainer = Trainer(config, world)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file or soft, hard))
+        trainer.run()
+    except UserError as error:
+        (config.checkpoints_dir / f"error-{world.rank}.txt").write_text(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def main() -> None:
@@ -25,8 +41,9 @@ def main() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     world = World.join()
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
-        for overrides in json.loads(sys.argv[1]):
-            Trainer(from_dict_config(compose("train", overrides)), world).run()
+        for job in json.loads(sys.argv[1]):
+            config = from_dict_config(compose("train", job["overrides"]))
+            run(config, world, job.get("largest_file"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,15 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle3.manifest import Manifest
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Sample
-from eagle3.store.writer import StoreWriter
+from eagle3.store.writer import StoreWriter, shard_paths
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
 from training.data import BatchPlan, Split
+from training.meter import TIMED
 
 ROOT = Path(__file__).resolve().parents[2]
 AUX = [1, 3, 4]
@@ -92,19 +94,32 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train_all(runs: Path, jobs: dict[str, list[str]], ranks: int) -> None:
-    """Several trainings, folder -> overrides, in one start of these ranks."""
-    lists = [
-        [*FIXED, f"runs_dir={runs}", f"train_dir={runs}/{folder}", *overrides]
+def train_all(runs: Path, jobs: dict[str, list[str]], ranks: int, **limits: int) -> None:
+    """Several trainings, folder -> overrides, in one start of these ranks.
+
+    limits: folder -> largest file its training may write.
+    """
+    listed = [
+        {
+            "overrides": [
+                *FIXED, f"runs_dir={runs}", f"train_dir={runs}/{folder}", *overrides
+            ],
+            "largest_file": limits.get(folder),
+        }
         for folder, overrides in jobs.items()
-    ]
-    script = ["tests/integration/several_runs.py", json.dumps(lists)]
+    ]  # fmt: skip
+    script = ["tests/integration/several_runs.py", json.dumps(listed)]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), *script],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=ENV, capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def errors(folder: Path) -> list[str]:
+    """What the ranks told the user."""
+    return [f.read_text() for f in sorted(folder.glob("error-*.txt"))]
 
 
 STAGES = ["zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
@@ -115,6 +130,30 @@ FLOAT32 = [
 HALF = ["train.max_steps=6", "train.save_every=3", "train.ema=0.5"]
 
 
+FULL = ["train.max_steps=3", "train.save_every=1", "deepspeed.bf16.enabled=false"]
+
+
+def damaged_sample(reader: StoreReader) -> int:
+    """The first sample that rank 1 trains on in the third step."""
+    split = Split.make(len(reader), 0.05, seed=0)
+    plan = BatchPlan(lengths=reader.lengths, numbers=split.train, tokens_per_batch=320, seed=0)
+    return plan.micro_batch(5)[0]
+
+
+def damaged_run(runs: Path) -> None:
+    """A run "nan" whose store is a copy with one value of one sample that is not a number."""
+    shutil.copytree(runs / "ci" / "store", runs / "nan" / "store")
+    reader = StoreReader(runs / "nan" / "store")
+    number = damaged_sample(reader)
+    path = shard_paths(reader.folder, int(reader.index[number]["shard"]))[0]
+    tensors = load_file(path)
+    (name,) = (key for key in tensors if key.startswith("aux."))
+    start, rows = reader.index[number]["start"], reader.index[number]["rows"]
+    # its last row: no other row of the sample sees it, and it is not supervised itself
+    tensors[name][start + rows - 1, 5] = float("nan")
+    save_file(tensors, path)
+
+
 @pytest.fixture(scope="module")
 def stages(store_run: Path) -> Path:
     """The same trainings on two ranks at every stage, in float32 and in bf16, and on one rank."""
@@ -122,10 +161,17 @@ def stages(store_run: Path) -> Path:
     two |= {f"half-{s}": [f"deepspeed={s}", *HALF] for s in STAGES}
     muon = ["optimizer=muon", "deepspeed=zero0"]
     two |= {"two-muon": [*muon, *FLOAT32], "half-muon": [*muon, *HALF]}
-    train_all(store_run, two, ranks=2)
+    # what must end training on both ranks at once, in the middle of the others
+    damaged_run(store_run)
+    stop = ["deepspeed=zero2", "train.max_steps=9", "train.save_every=1", "run_name=nan"]
+    two = {"damaged": stop, "full": ["deepspeed=zero3", *FULL], **two}
+    train_all(store_run, two, ranks=2, full=100_000)
     # the checkpoint of the third step alone, to go on from with one rank and ZeRO 0
+    assert not any(errors(store_run / name) for name in two if name not in ("damaged", "full"))
+    shutil.copytree(store_run / "full", store_run / "one-full")
     one = {"one": ["deepspeed=zero0", *FLOAT32, "train.accumulation=2"]}
     one["one-muon"] = [*muon, *FLOAT32, "train.accumulation=2"]
+    one["one-full"] = ["deepspeed=zero0", *FULL, "train.accumulation=2"]
     for stage in ("zero0", "zero3", "zero2_offload", "muon"):
         part = store_run / f"half-{stage}-part"
         part.mkdir()
@@ -135,6 +181,26 @@ def stages(store_run: Path) -> Path:
         one[part.name] = [*group, *HALF, "train.accumulation=2"]
     train_all(store_run, one, ranks=1)
     return store_run
+
+
+def test_a_sample_that_is_not_finite_ends_training_on_every_rank(stages: Path) -> None:
+    """Both ranks name the sample; no checkpoint came after a step with it, none holds a NaN."""
+    folder = stages / "damaged"
+    told = errors(folder)
+    assert len(told) == 2 and told[0] == told[1]
+    number = damaged_sample(StoreReader(stages / "nan" / "store"))
+    assert f"{number} (number {number})" in told[0] and "extraction.verify" in told[0]
+    saved = sorted(f.name for f in folder.glob("step-*"))
+    assert saved == ["step-00000001", "step-00000002"]
+    for tensor in final_state(folder, 2).values():
+        assert torch.isfinite(tensor).all()
+
+
+def test_a_full_disk_ends_training_on_every_rank_and_it_resumes(stages: Path) -> None:
+    told = errors(stages / "full")
+    assert len(told) == 2 and "could not be written" in told[0] and "bytes" in told[0]
+    assert not list((stages / "full").glob(".step-*"))
+    assert sorted(f.name for f in (stages / "one-full").glob("step-*"))[-1] == "step-00000003"
 
 
 def test_each_rank_has_a_batch_with_nothing_supervised(store_run: Path) -> None:
@@ -163,7 +229,7 @@ def test_two_ranks_take_the_steps_of_one(stages: Path, stage: str) -> None:
     for a, b in zip(metrics(one), metrics(two), strict=True):
         compared = a.keys() & {
             "train/loss", "train/acceptance_0", "train/grad_norm", "validation/loss",
-            "validation/accept_length",
+            "validation/accept_length", "validation/simulated_accept_length",
         }  # fmt: skip
         assert len(compared) >= 2
         for key in compared:
@@ -223,10 +289,8 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(store_run: Path) -> 
         expected, found = final_state(whole, 12, kind), final_state(again, 12, kind)
         for name, tensor in expected.items():
             assert torch.equal(tensor, found[name]), (kind, name)
-    timings = ("train/tokens_per_s", "train/data_wait", "train/memory_gb")
     kept = [
-        [{k: v for k, v in x.items() if k not in timings} for x in metrics(f)]
-        for f in (whole, again)
+        [{k: v for k, v in x.items() if k not in TIMED} for x in metrics(f)] for f in (whole, again)
     ]
     assert kept[0] == kept[1]
 

@@ -4,6 +4,8 @@ import torch
 
 from eagle3.batch import depths, supervised_by
 from eagle3.errors import UserError
+from eagle3.store import codecs
+from eagle3.store.reader import Packed
 from tests.conftest import make_batch, ragged_masks, tiny_config
 from training.data import BatchPlan, Split, pack, prefetch
 
@@ -65,13 +67,16 @@ def test_pack_keeps_the_order() -> None:
 
 def test_prefetch_applies_the_rule_of_what_is_supervised() -> None:
     class Reader:
-        def batch(self, numbers: list[int], device: object, dtype: object, mask: str) -> object:
-            return supervised_by(mask, make_batch(ragged_masks(), tiny_config()))
+        def pack(self, numbers: list[int], mask: str) -> Packed:
+            batch = make_batch(ragged_masks(), tiny_config())
+            states = {"aux.values": batch.aux, "final.values": batch.final}
+            tokens = supervised_by(mask, batch)
+            return Packed(tokens=tokens, states=states, codec=codecs.get("fp32"))
 
     def rows(mask: str) -> int:
         (found,) = prefetch(
             Reader(), [[0]], torch.device("cpu"), torch.float32, mask=mask  # type: ignore[arg-type]
         )  # fmt: skip
-        return int((depths(found) > 0).sum())
+        return int((depths(found.batch) > 0).sum())
 
     assert rows("serving") > rows("token") > 0
