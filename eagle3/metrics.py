@@ -8,6 +8,8 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
+from eagle3.errors import UserError
+
 
 class Tracker(Protocol):
     """Receives metrics by step."""
@@ -29,8 +31,14 @@ class JsonLines:
         temporary.rename(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error}. Make room and run the same command, "
+                "which resumes from the last checkpoint"
+            ) from error
 
     def close(self) -> None:
         return None

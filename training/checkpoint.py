@@ -103,8 +103,9 @@ def save(engine: Any, root: Path, state: dict[str, Any], keep: int, world: World
         raise UserError(problem or "rank 0 could not write its checkpoint")
     if world.rank == 0:
         found = folders(root)
+        stays = best(found)
         for old in found[:-keep]:
-            if old != best(found):
+            if old != stays:
                 shutil.rmtree(old)
 
 

@@ -69,6 +69,8 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
         save(source, tmp_path, step, **({} if length is None else {"accept_length": length}))
     assert [f.name[-1] for f in checkpoint.folders(tmp_path)] == ["3", "5", "6"]
     assert checkpoint.choose(tmp_path, "best").name == "step-00000003"
+    save(source, tmp_path, 7, accept_length=2.5)  # two go at once
+    assert [f.name[-1] for f in checkpoint.folders(tmp_path)] == ["6", "7"]
 
 
 def test_best_needs_a_validated_checkpoint(tmp_path: Path) -> None:

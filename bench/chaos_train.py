@@ -1,0 +1,160 @@
+"""Kill training again and again, and compare: `python bench/chaos_train.py --out FILE`.
+
+Needs a store of the ci experiment (`make respond extract EXP=ci`). One run is left alone. A second
+one is killed with SIGKILL at seeded random moments and started again each time, until it has been
+killed `--kills` times and is then left to finish. Every other kill waits for a checkpoint that is
+being written. Both runs must end with the same bytes in every checkpoint file, and with the same
+metrics but for those that measure time. They use Muon and AdamW, a moving average and wsd, so that
+all of a checkpoint is put to the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eagle3 import provenance
+from eagle3.manifest import write_json
+from training.meter import TIMED
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = [
+    "experiment=ci", "logger=jsonl", "optimizer=muon", "optimizer.lr=1e-3",
+    "optimizer.schedule=wsd", "train.ema=0.99", "train.epochs=null", "train.tokens_per_batch=1024",
+    "train.simulate_samples=4", "train.log_every=1", "train.validate_every=25",
+    "train.save_every=5",
+]  # fmt: skip
+LONGEST_WAIT_S = 2.0
+"""Between the first new step of a start and a kill at a random time."""
+LONGEST_SAVE_S = 0.03
+"""Between a checkpoint's first file and a kill while it is being written."""
+
+
+def start(folder: Path, runs: Path, steps: int) -> subprocess.Popen[bytes]:
+    places = [f"runs_dir={runs}", f"train_dir={folder}", f"train.max_steps={steps}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "training.train", *SETTINGS, *places],
+        cwd=ROOT,
+        stderr=(folder.parent / f"{folder.name}.log").open("w"),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
+    if process.wait() != 0:
+        raise SystemExit((folder.parent / f"{folder.name}.log").read_text()[-3000:])
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def being_saved(folder: Path) -> list[Path]:
+    return list(folder.glob(".step-*.tmp"))
+
+
+def kill_once(
+    process: subprocess.Popen[bytes], folder: Path, at_save: bool, rng: random.Random
+) -> dict[str, Any] | None:
+    """Kill a started run at a random moment of its training; None if it ended before."""
+    stamp = (folder / "metrics.jsonl").stat().st_mtime_ns if lines(folder) else 0
+    started = time.time_ns()
+    while process.poll() is None:  # until it trains: its first line of metrics
+        now = (folder / "metrics.jsonl").stat() if (folder / "metrics.jsonl").exists() else None
+        if now and now.st_mtime_ns > max(stamp, started) and lines(folder)[-1:] != []:
+            break
+        time.sleep(0.002)
+    if at_save:
+        while process.poll() is None and not being_saved(folder):
+            time.sleep(0.0005)
+        time.sleep(rng.random() * LONGEST_SAVE_S)
+    else:
+        time.sleep(rng.random() * LONGEST_WAIT_S)
+    if process.poll() is not None:
+        return None
+    process.kill()
+    process.wait()
+    logged = lines(folder)
+    return {
+        "logged_step": logged[-1]["step"] if logged else 0,
+        "last_checkpoint": max((int(f.name[5:]) for f in folder.glob("step-*")), default=0),
+        "left_unfinished_checkpoint": bool(being_saved(folder)),
+    }
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines(folder)]
+
+
+def differing_files(one: Path, other: Path) -> list[str]:
+    """Checkpoint files of either folder that the other lacks or has with other bytes."""
+    names = {f.relative_to(d).as_posix() for d in (one, other) for f in d.glob("step-*/*")}
+    return sorted(
+        name
+        for name in names
+        if not ((one / name).exists() and (other / name).exists())
+        or (one / name).read_bytes() != (other / name).read_bytes()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="has ci/store")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    runs, rng, kills = args.runs.resolve(), random.Random(args.seed), []
+    with tempfile.TemporaryDirectory() as work:
+        whole, chaos = Path(work) / "whole", Path(work) / "chaos"
+        finish(start(whole, runs, args.steps), whole)
+        while len(kills) < args.kills:
+            found = kill_once(
+                start(chaos, runs, args.steps), chaos, at_save=len(kills) % 2 == 1, rng=rng
+            )
+            if found is None:
+                raise SystemExit(f"it ended after {len(kills)} kills: give more --steps")
+            kills.append(found)
+            print(json.dumps({"kill": len(kills), **found}), flush=True)  # noqa: T201
+        finish(start(chaos, runs, args.steps), chaos)
+        files, same_metrics = differing_files(whole, chaos), lines(whole) != []
+        same_metrics &= without_times(whole) == without_times(chaos)
+    result = {
+        "kill_points": len(kills),
+        "identical": not files and same_metrics,
+        "differing_files": files,
+        "identical_metrics": same_metrics,
+        "killed_while_saving": sum(k["left_unfinished_checkpoint"] for k in kills),
+        "steps": args.steps,
+        "seed": args.seed,
+        "kills": kills,
+        "settings": SETTINGS,
+        "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": provenance.versions(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+    write_json(args.out, result)
+    print(json.dumps({k: result[k] for k in ("kill_points", "identical")}))  # noqa: T201
+    raise SystemExit(0 if result["identical"] else 1)
+
+
+if __name__ == "__main__":
+    main()
