@@ -34,13 +34,14 @@ def make_batch(masks: list[np.ndarray], config: DrafterConfig, device: str, seed
     mask = torch.from_numpy(np.concatenate(masks))
     needed = torch.cat([needed_final(torch.from_numpy(m)) for m in masks])
     generator = torch.Generator(device).manual_seed(seed)
+    ids = torch.Generator().manual_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def states(rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=device, dtype=dtype, generator=generator)
 
     batch = Batch(
-        input_ids=torch.randint(0, config.vocab_size, (len(mask),), device="cpu"),
+        input_ids=torch.randint(0, config.vocab_size, (len(mask),), generator=ids),
         loss_mask=mask,
         doc_starts=torch.tensor([0, *map(len, masks)]).cumsum(0),
         aux=states(len(mask), config.num_aux * config.hidden_size),
