@@ -164,7 +164,7 @@ def compare(num_steps: int, tokens: int, seed: int) -> list[dict[str, Any]]:
         entries.append({"system": peer.name, "version": peer.version, "batch_size": None,
                         **agree(peer, reference, drafter, batch)})  # fmt: skip
         for size, compact in ((1, False), (4, False), (4, True)):
-            peer = SpecForge(drafter, lm_head, size, compact)
+            peer = SpecForge(drafter, lm_head, batch_size=size, compact_teacher=compact)
             reference = specforge_reference(drafter, lm_head, batch, num_steps, size)
             entries.append({"system": peer.name, "version": peer.version, "batch_size": size,
                             "compact_teacher": compact,

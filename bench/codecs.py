@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from intervals import interval
 
 from eagle3 import provenance
 from eagle3.manifest import Manifest, write_json
@@ -30,8 +31,6 @@ from eagle3.store.sample import Sample
 from eagle3.store.writer import StoreWriter
 
 KIMI_HIDDEN, KIMI_AUX = 7168, 3
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36}
-"""97.5% points of Student's t for the mean of n values."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,12 +87,6 @@ def train(runs: Path, experiment: str, seed: int) -> float:
     subprocess.run(command, check=True, capture_output=True)
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     return [x for x in lines if "validation/acceptance_0" in x][-1]["validation/acceptance_0"]
-
-
-def interval(values: list[float]) -> list[float]:
-    """95% interval of the mean."""
-    half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return [statistics.mean(values) - half, statistics.mean(values) + half]
 
 
 def main() -> None:

@@ -65,6 +65,8 @@ class Speculators:
     Args:
         drafter: weights to start from; its norm options become theirs.
         lm_head: the target's, [vocab_size, H].
+        own_start: start from its own initial weights (the target's embeddings and lm_head, the rest
+            random) and take only shape, vocabulary and embeddings from `drafter`.
         norm_before_residual: its option that neither SGLang nor our drafter has.
         attention: "simple_flex_attention" is its default and has no backward on a CPU.
     """
@@ -72,8 +74,8 @@ class Speculators:
     name = "speculators"
 
     def __init__(
-        self, drafter: Drafter, lm_head: Tensor, norm_before_residual: bool = False,
-        attention: str | None = None,
+        self, drafter: Drafter, lm_head: Tensor, own_start: bool = False,
+        norm_before_residual: bool = False, attention: str | None = None,
     ) -> None:  # fmt: skip
         from speculators.config import SpeculatorsConfig, VerifierConfig
         from speculators.losses import resolve_loss_config
@@ -108,7 +110,9 @@ class Speculators:
         model.verifier_norm = nn.Identity()
         tensors = {k.replace("midlayer.", "layers.0."): v for k, v in drafter.state_dict().items()}
         tensors["verifier_lm_head.weight"] = lm_head[self.vocab.target_ids]
-        _load(model, tensors)
+        if own_start:
+            tensors["lm_head.weight"] = tensors["verifier_lm_head.weight"].clone()
+        _load(model, tensors, ("lm_head", "verifier_") if own_start else None)
         self.model = nn.Module.to(model, device, lm_head.dtype).train()
         # made once: a new one each step would compile the step anew
         self.losses = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
@@ -157,6 +161,8 @@ class SpecForge:
     """SpecForge's OnlineEagle3Model on stored states; lm_head is trained.
 
     Args:
+        own_start: start from its own initial weights (the target's embeddings, the rest random,
+            lm_head included) and take only shape, vocabulary and embeddings from `drafter`.
         batch_size: documents padded together; 1 is its default.
         compact_teacher: its option that never holds the teacher's full logits.
     """
@@ -164,8 +170,9 @@ class SpecForge:
     name = "SpecForge"
 
     def __init__(
-        self, drafter: Drafter, lm_head: Tensor, batch_size: int = 1, compact_teacher: bool = False
-    ) -> None:
+        self, drafter: Drafter, lm_head: Tensor, own_start: bool = False, batch_size: int = 1,
+        compact_teacher: bool = False,
+    ) -> None:  # fmt: skip
         try:
             import specforge.algorithms.eagle3.model as theirs
             from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
@@ -192,7 +199,7 @@ class SpecForge:
             theirs.LogSoftmaxLoss = _PlainLoss
         with torch.device(lm_head.device):
             draft = LlamaForCausalLMEagle3(layer, attention_backend=self.attention)
-        _load(draft, drafter.state_dict())
+        _load(draft, drafter.state_dict(), () if own_start else None)
         draft = draft.to(lm_head.device, lm_head.dtype)
         draft.freeze_embedding()
         self.model = theirs.OnlineEagle3Model(draft, attention_backend=self.attention).train()
@@ -260,11 +267,19 @@ def _specforge_version() -> str:
         return "unknown"
 
 
-def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """All our tensors into a peer's model, and nothing of it left as it was built."""
-    result = model.load_state_dict(tensors, strict=False)
-    if result.missing_keys or result.unexpected_keys:
-        raise RuntimeError(f"{type(model).__name__}: {result}")
+def _load(model: nn.Module, tensors: dict[str, Tensor], only: tuple[str, ...] | None) -> None:
+    """Our tensors into a peer's model: all of them, or embeddings, vocabulary and those whose name
+    starts with one of `only`."""
+    names = set(model.state_dict())
+    if names != set(tensors):
+        raise RuntimeError(f"{type(model).__name__} differs in {names ^ set(tensors)}")
+    if only is not None:
+        kept = ("embed_tokens.", "d2t", "t2d", *only)
+        tensors = {name: x for name, x in tensors.items() if name.startswith(kept)}
+    model.load_state_dict(tensors, strict=False)
+    for name, x in model.state_dict().items():
+        if not torch.isfinite(x).all():
+            raise RuntimeError(f"{type(model).__name__} starts with a {name} that is not finite")
 
 
 def _drafter(config: DrafterConfig, tensors: dict[str, Tensor]) -> Drafter:

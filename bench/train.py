@@ -10,10 +10,11 @@ micro-batch. Systems take turns, A B C A B C, each after one step that is not ti
 time is the sum of each micro-batch's median over the rounds. The first step of a system includes
 compilation; a system whose first step takes longer than `--first-step-limit` is reported as such
 and left out. On a GPU all micro-batches stay in its memory: `peak_gib` includes them and the
-system's own weights, not the other systems'. Weights are bf16 on a GPU, float32 on a CPU. Shapes
-default to a drafter for Llama-3.1-8B; on a CPU give small ones (`--small`), where the plain path
-runs, speculators' and SpecForge's attention is the one of theirs that has a backward there, and
-SpecForge's loss is its definition in place of its kernel.
+system's own weights, not the other systems'. On a CPU the time is the process's, which other
+programs of a busy machine do not lengthen; give it one thread. Weights are bf16 on a GPU, float32
+on a CPU. Shapes default to a drafter for Llama-3.1-8B; on a CPU give small ones (`--small`), where
+the plain path runs, speculators' and SpecForge's attention is the one of theirs that has a backward
+there, and SpecForge's loss is its definition in place of its kernel.
 
 MFU: see `useful_flops` in workload.py, over the peak that `--peak-tflops` names; it counts what the
 training objective needs, with a trained lm_head, whatever a system does (speculators' is frozen).
@@ -24,8 +25,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,10 +218,10 @@ def take_turn(system: System, num_batches: int, num_steps: int, others: int) -> 
         system.times.append([a.elapsed_time(b) / 1000 for a, b in pairwise(events)])
         system.peak = max(system.peak, torch.cuda.max_memory_allocated() - others)
         return
-    clock = [time.perf_counter()]
+    clock = [time.process_time()]
     for index in range(num_batches):
         system.step(index, num_steps)
-        clock.append(time.perf_counter())
+        clock.append(time.process_time())
     system.times.append([b - a for a, b in pairwise(clock)])
 
 
@@ -277,6 +280,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.setdefault(name, tempfile.mkdtemp())  # a first step compiles what it needs
     use_specforge(args.specforge_path)
     config = DrafterConfig(
         hidden_size=args.hidden, num_aux=3, intermediate_size=args.intermediate,

@@ -1,0 +1,199 @@
+"""What each choice of the training recipe is worth, one change at a time.
+
+    python bench/ablation.py runs/ci/store --out bench/results/ablation.json
+
+Trains the experiment on one store with several seeds for each row of ROWS. A seed fixes split,
+order and initial weights, so a row is compared with the first, the experiment as it is, in pairs.
+The measure is acceptance at every position of held-out answers, the drafts of a chain of three,
+in float32, the same for all rows (`held_out` in runs.py). speculators trains on the same samples
+with its own defaults (peer_training.py) and for as many tokens.
+
+A row that the result file already holds for the same setting is not trained again: to add one, put
+it in ROWS and run the command again; to redo one, name it with --redo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import record
+from intervals import interval
+from peer_training import PeerTraining, recipe_of
+from runs import compose, held_out, planned_tokens, run_folder
+
+from eagle3.drafter import Drafter
+from eagle3.manifest import write_json
+from eagle3.target import Target
+from training.data import Split
+from training.engine import World
+from training.model import draft_vocab, open_store
+from training.train import Trainer
+
+CHAIN = 3
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Row:
+    """A recipe: the experiment with overrides, or with another start of lm_head, or a peer's."""
+
+    overrides: tuple[str, ...] = ()
+    start: Callable[[Drafter], None] | None = None
+    peer: str | None = None
+
+
+def random_head(drafter: Drafter) -> None:
+    nn.init.normal_(drafter.lm_head.weight, std=drafter.config.hidden_size**-0.5)
+
+
+def frozen_head(drafter: Drafter) -> None:
+    drafter.lm_head.weight.requires_grad_(False)
+
+
+ROWS = {
+    "defaults": Row(),
+    "lm_head: random start": Row(start=random_head),
+    "lm_head: frozen": Row(start=frozen_head),
+    "step_decay 1.0": Row(overrides=("train.step_decay=1.0",)),
+    "step_decay 0.6": Row(overrides=("train.step_decay=0.6",)),
+    "loss hard_ce": Row(overrides=("train.loss=hard_ce",)),
+    "loss tv": Row(overrides=("train.loss=tv",)),
+    "loss log_acceptance": Row(overrides=("train.loss=log_acceptance",)),
+    "norm_before_fc": Row(overrides=("draft.norm_before_fc=true",)),
+    "fc_norm": Row(overrides=("draft.fc_norm=true",)),
+    "norm_output": Row(overrides=("draft.norm_output=true",)),
+    "norm_before_fc, norm_output": Row(
+        overrides=("draft.norm_before_fc=true", "draft.norm_output=true")
+    ),
+    "weight decay 0": Row(overrides=("optimizer.weight_decay=0",)),
+    "1 TTT step": Row(overrides=("train.ttt_steps=1",)),
+    "5 TTT steps": Row(overrides=("train.ttt_steps=5",)),
+    "speculators, its defaults": Row(peer="speculators:total_seq_len=2048"),
+}
+"""The first is what the others are compared with."""
+
+
+@contextmanager
+def started_by(start: Callable[[Drafter], None] | None) -> Iterator[None]:
+    """Fresh drafters get `start` applied: there is no switch for what only this file varies."""
+    fresh = Drafter.fresh.__func__  # type: ignore[attr-defined]
+
+    def changed(cls: type[Drafter], *arguments: Any) -> Drafter:
+        drafter = fresh(cls, *arguments)
+        if start is not None:
+            start(drafter)
+        return drafter
+
+    Drafter.fresh = classmethod(changed)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Drafter.fresh = classmethod(fresh)  # type: ignore[assignment, method-assign]
+
+
+def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, Any]:
+    """One training; its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([*overrides, *row.overrides, f"seed={seed}", f"train_dir={folder}"])
+        target = Target.from_config(config.target)
+        reader = open_store(config, target)
+        split = Split.make(len(reader), config.train.validation_ratio, seed)
+        tokens = planned_tokens(config, reader, split)
+        started = time.process_time()
+        if row.peer is None:
+            with started_by(row.start):
+                trainer = Trainer(config, world)
+            trainer.run()
+            drafter = trainer.engine.module.drafter
+        else:
+            vocab, _ = draft_vocab(config, reader, split.train)
+            recipe = recipe_of(row.peer)
+            peer = PeerTraining(recipe, config, target, reader, split, vocab, world.device)
+            peer.train(peer.num_steps(tokens))
+            drafter, tokens = peer.peer.drafter(), peer.tokens
+        seconds = time.process_time() - started
+        found = held_out(drafter, target, reader, split.validation, CHAIN, world)
+    return {
+        "seed": seed,
+        "acceptance": [found[f"acceptance_{k}"] for k in range(CHAIN)],
+        "accept_length": found["accept_length"],
+        "tokens": tokens,
+        "cpu_s": round(seconds, 1),
+    }
+
+
+def summary(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds with intervals, and the paired differences to `base`."""
+    figures = {}
+    for name, of in (
+        ("step0_acceptance", lambda run: run["acceptance"][0]),
+        ("accept_length", lambda run: run["accept_length"]),
+    ):
+        values, others = [of(run) for run in runs], [of(run) for run in base]
+        deltas = [a - b for a, b in zip(values, others, strict=True)]
+        figures |= {
+            name: statistics.mean(values),
+            f"{name}_ci95": interval(values),
+            f"delta_{name}": statistics.mean(deltas),
+            f"delta_{name}_ci95": interval(deltas),
+        }
+    per_step = zip(*(run["acceptance"] for run in runs), strict=True)
+    return {**figures, "acceptance_per_step": [statistics.mean(step) for step in per_step]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--experiment", default="ci")
+    parser.add_argument("--override", nargs="*", default=[], help="of every row")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--redo", nargs="*", default=[], choices=list(ROWS))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    setting = {
+        "experiment": arguments.experiment,
+        "overrides_of_all": arguments.override,
+        "seeds": arguments.seeds,
+    }
+    kept = {
+        entry["row"]: entry
+        for entry in (json.loads(arguments.out.read_text()) if arguments.out.exists() else [])
+        if all(entry[k] == v for k, v in setting.items()) and entry["row"] not in arguments.redo
+    }
+    world = World.join()
+    base = next(iter(ROWS))
+    with tempfile.TemporaryDirectory() as work:
+        overrides = [f"experiment={arguments.experiment}", *arguments.override]
+        overrides += run_folder(Path(work), "ablation", arguments.store)
+        overrides += ["train.validate_every=1000000", "train.save_every=1000000"]
+        for name in dict.fromkeys([base, *arguments.rows]):
+            if name in kept:
+                continue
+            row = ROWS[name]
+            runs = [train(row, overrides, seed, world) for seed in range(arguments.seeds)]
+            compared = kept[base]["runs"] if name != base else runs
+            kept[name] = {
+                "row": name, "overrides": [*row.overrides], "peer": row.peer,
+                **summary(runs, compared), "runs": runs, **setting, **record.facts(),
+            }  # fmt: skip
+            sys.stdout.write(json.dumps({k: kept[name][k] for k in list(kept[name])[:11]}) + "\n")
+            sys.stdout.flush()
+            write_json(arguments.out, [kept[n] for n in ROWS if n in kept])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Trainings to compare: one configuration, one store, a folder for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from eagle3.config import Config, from_dict_config
+from eagle3.drafter import Drafter
+from eagle3.loss import Teacher
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from eagle3.ttt import TTTModel
+from training.data import BatchPlan, Split
+from training.engine import World
+from training.evaluate import validate
+from training.train import Trainer
+
+
+def compose(overrides: list[str]) -> Config:
+    """The configuration that `python -m training.train <overrides>` would use."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    folder = Path(__file__).resolve().parents[1] / "conf"
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        return from_dict_config(hydra_compose("train", overrides=overrides))
+
+
+def run_folder(work: Path, name: str, store: Path) -> list[str]:
+    """Overrides for a run of its own under `work` that reads `store`."""
+    link = work / name / "store"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(store.resolve())
+    return [f"runs_dir={work}", f"run_name={name}", "logger=jsonl"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Clock:
+    """When steps began and ended, in seconds; the GPU has done its work at each end."""
+
+    began: float = 0.0
+    ends: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def tick(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter() - self.began)
+
+    def steady_s(self) -> float:
+        """Seconds of a step, from the later half of them."""
+        half = len(self.ends) // 2
+        return (self.ends[-1] - self.ends[half - 1]) / (len(self.ends) - half)
+
+    def start_up_s(self) -> float:
+        """What the steps so far took longer than steady ones: compilation, first allocations."""
+        return max(0.0, self.ends[-1] - len(self.ends) * self.steady_s())
+
+
+class TimedTrainer(Trainer):
+    """Our training, with a clock on its optimizer steps (reading data included)."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.clock = Clock()
+
+    def _optimizer_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        if not self.clock.ends:
+            self.clock.start()
+        totals = super()._optimizer_step(*arguments, **options)
+        self.clock.tick()
+        return totals
+
+
+def planned_tokens(config: Config, reader: StoreReader, split: Split) -> int:
+    """Tokens that our training of this configuration reads on one rank."""
+    train = config.train
+    plan = BatchPlan(
+        lengths=reader.lengths, numbers=split.train, tokens_per_batch=train.tokens_per_batch,
+        seed=config.seed,
+    )  # fmt: skip
+    if train.max_steps is not None:
+        count = train.max_steps * train.accumulation
+    else:
+        count = plan.num_batches(train.epochs or 0.0)
+    return sum(int(reader.lengths[plan.micro_batch(i)].sum()) for i in range(count))
+
+
+def sample_groups(plan: BatchPlan, size: int | None) -> Iterator[list[int]]:
+    """Endless groups of sample numbers: the plan's batches, or `size` samples in its order."""
+    index, waiting = 0, []
+    while True:
+        batch = plan.micro_batch(index)
+        index += 1
+        if size is None:
+            yield batch
+            continue
+        waiting += batch
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+
+
+def held_out(
+    drafter: Drafter,
+    target: Target,
+    reader: StoreReader,
+    numbers: list[int],
+    num_steps: int,
+    world: World,
+) -> dict[str, float]:
+    """Acceptance at every position of held-out answers, in float32, by training's own validation:
+    one measure for drafters of any origin."""
+    model = TTTModel(drafter, Teacher(target.lm_head().float(), drafter.vocab), [1.0] * num_steps)
+    engine = SimpleNamespace(module=model.to(world.device))
+    found = validate(engine, reader, numbers, 4096, num_steps, world, torch.float32)
+    return {name.removeprefix("validation/"): value for name, value in found.items()}
