@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import record
 from intervals import interval
 from peer_training import PeerTraining, recipe_of
-from runs import compose, held_out, planned_tokens, run_folder
 
 from eagle3.drafter import Drafter
 from eagle3.manifest import write_json
 from eagle3.target import Target
+from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
 from training.engine import World
 from training.model import draft_vocab, open_store
@@ -65,23 +65,23 @@ def frozen_head(drafter: Drafter) -> None:
 
 ROWS = {
     "defaults": Row(),
+    "norm_output": Row(overrides=("draft.norm_output=true",)),
     "lm_head: random start": Row(start=random_head),
     "lm_head: frozen": Row(start=frozen_head),
-    "step_decay 1.0": Row(overrides=("train.step_decay=1.0",)),
-    "step_decay 0.6": Row(overrides=("train.step_decay=0.6",)),
-    "loss hard_ce": Row(overrides=("train.loss=hard_ce",)),
     "loss tv": Row(overrides=("train.loss=tv",)),
     "loss log_acceptance": Row(overrides=("train.loss=log_acceptance",)),
+    "loss hard_ce": Row(overrides=("train.loss=hard_ce",)),
     "norm_before_fc": Row(overrides=("draft.norm_before_fc=true",)),
     "fc_norm": Row(overrides=("draft.fc_norm=true",)),
-    "norm_output": Row(overrides=("draft.norm_output=true",)),
+    "step_decay 1.0": Row(overrides=("train.step_decay=1.0",)),
+    "weight decay 0": Row(overrides=("optimizer.weight_decay=0",)),
+    "speculators, its defaults": Row(peer="speculators:total_seq_len=2048"),
     "norm_before_fc, norm_output": Row(
         overrides=("draft.norm_before_fc=true", "draft.norm_output=true")
     ),
-    "weight decay 0": Row(overrides=("optimizer.weight_decay=0",)),
     "1 TTT step": Row(overrides=("train.ttt_steps=1",)),
     "5 TTT steps": Row(overrides=("train.ttt_steps=5",)),
-    "speculators, its defaults": Row(peer="speculators:total_seq_len=2048"),
+    "step_decay 0.6": Row(overrides=("train.step_decay=0.6",)),
 }
 """The first is what the others are compared with."""
 

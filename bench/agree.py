@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ from eagle3.ttt import unroll
 from eagle3.vocab import DraftVocab
 
 DECAY = 0.8
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "speculators": {},
+    "specforge": {"batch_size": 1},
+    "specforge-b4": {"batch_size": 4, "compact_teacher": True},
+}
 
 
 def make_drafter(config: DrafterConfig, seed: int) -> tuple[Drafter, Tensor]:
@@ -146,8 +152,8 @@ def agree(peer: Any, reference: list[Tensor], drafter: Drafter, batch: Batch) ->
     }
 
 
-def compare(num_steps: int, tokens: int, seed: int) -> list[dict[str, Any]]:
-    """All peers on one random batch."""
+def compare(num_steps: int, tokens: int, seed: int, systems: Sequence[str]) -> list[dict[str, Any]]:
+    """The named peers on one random batch."""
     config = DrafterConfig(
         hidden_size=64, num_aux=3, intermediate_size=160, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=300, draft_vocab_size=200,
@@ -159,21 +165,23 @@ def compare(num_steps: int, tokens: int, seed: int) -> list[dict[str, Any]]:
     entries = []
     # compiled kernels round differently; the definition is what is compared here
     with torch.compiler.set_stance("force_eager"):
-        peer: Any = Speculators(drafter, lm_head)
-        reference = speculators_reference(drafter, lm_head, batch, num_steps)
-        entries.append({"system": peer.name, "version": peer.version, "batch_size": None,
-                        **agree(peer, reference, drafter, batch)})  # fmt: skip
-        for size, compact in ((1, False), (4, False), (4, True)):
-            peer = SpecForge(drafter, lm_head, batch_size=size, compact_teacher=compact)
-            reference = specforge_reference(drafter, lm_head, batch, num_steps, size)
-            entries.append({"system": peer.name, "version": peer.version, "batch_size": size,
-                            "compact_teacher": compact,
-                            **agree(peer, reference, drafter, batch)})  # fmt: skip
+        for name in systems:
+            options: dict[str, Any] = SYSTEMS[name]
+            size = options.get("batch_size")
+            if size is None:
+                peer: Any = Speculators(drafter, lm_head)
+                reference = speculators_reference(drafter, lm_head, batch, num_steps)
+            else:
+                peer = SpecForge(drafter, lm_head, **options)
+                reference = specforge_reference(drafter, lm_head, batch, num_steps, size)
+            found = agree(peer, reference, drafter, batch)
+            entries.append({"system": name, "version": peer.version, **found, "ttt": num_steps})
     return entries
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--ttt", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--seed", type=int, default=0)
@@ -181,11 +189,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     use_specforge(arguments.specforge_path)
-    facts = {"ttt": arguments.ttt, "dtype": "float32", **record.facts()}
-    entries = [{**e, **facts} for e in compare(arguments.ttt, arguments.tokens, arguments.seed)]
+    facts = {"dtype": "float32", **record.facts()}
+    found = compare(arguments.ttt, arguments.tokens, arguments.seed, arguments.systems)
+    entries = [{**entry, **facts} for entry in found]
     write_json(arguments.out, entries)
     for entry in entries:
-        sys.stdout.write(f"{ {k: entry[k] for k in list(entry)[:7]} }\n")
+        sys.stdout.write(f"{ {k: entry[k] for k in list(entry)[:6]} }\n")
 
 
 if __name__ == "__main__":

@@ -15,24 +15,23 @@ Both use their own optimizer, schedule, loss and model classes; the samples come
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from peers import SpecForge, Speculators
-from runs import Clock, sample_groups
-from torch import nn
+from torch import Tensor, nn
 
-from eagle3.batch import Batch
 from eagle3.config import Config
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
-from training.data import BatchPlan, Split, prefetch
+from runs import Clock, groups_for, sample_groups
+from training.data import BatchPlan, Split, pack, prefetch
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -69,6 +68,7 @@ class SpecForgeRecipe:
     batch_size: int = 1
 
 
+BOOLEANS = {"true": True, "false": False}
 RECIPES = {"speculators": SpeculatorsRecipe, "specforge": SpecForgeRecipe}
 
 
@@ -87,10 +87,41 @@ def recipe_of(text: str) -> Any:
         key, _, value = item.partition("=")
         if key not in types:
             raise UserError(f"{name} has no setting {key}; it has {sorted(types)}")
-        kind = types[key]
-        parsed: Any = value == "true" if kind is bool else kind(value)
-        recipe = replace(recipe, **{key: parsed})
+        read: Any = BOOLEANS.__getitem__ if types[key] is bool else types[key]
+        try:
+            recipe = replace(recipe, **{key: read(value)})
+        except (KeyError, ValueError):
+            raise UserError(f"{name}:{item}: {key} takes a {types[key].__name__}") from None
     return recipe
+
+
+@dataclass(kw_only=True, slots=True)
+class Prepared:
+    """A batch in a peer's form: the arguments of each forward."""
+
+    parts: list[dict[str, Tensor]]
+    num_rows: int
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Prepared:
+        moved = [
+            {
+                key: x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
+                for key, x in part.items()
+            }
+            for part in self.parts
+        ]
+        return Prepared(parts=moved, num_rows=self.num_rows)
+
+
+class Shelf:
+    """A store read as a peer's batches."""
+
+    def __init__(self, reader: StoreReader, peer: Any, rows: int | None) -> None:
+        self.reader, self.peer, self.rows = reader, peer, rows
+
+    def batch(self, numbers: Sequence[int]) -> Prepared:
+        batch = self.reader.batch(numbers)
+        return Prepared(parts=self.peer.inputs(batch, self.rows), num_rows=batch.num_rows)
 
 
 class PeerTraining:
@@ -141,38 +172,35 @@ class PeerTraining:
         self.tokens = 0
 
     def num_steps(self, tokens: int) -> int:
-        """Optimizer steps that process at least so many tokens."""
-        seen = 0
-        for count, numbers in enumerate(sample_groups(self.plan, self.group), 1):
-            seen += int(self.reader.lengths[numbers].sum())
-            if seen >= tokens:
-                return count
-        raise AssertionError("the groups are endless")
+        """Optimizer steps that read at least so many tokens."""
+        return groups_for(self.plan, self.group, tokens)
 
     def train(self, num_steps: int, until_s: float | None = None) -> PeerTraining:
         """Run `num_steps` steps of a schedule of that length, or stop early after `until_s`."""
         step = self._speculators(num_steps) if self.rows else self._specforge(num_steps)
-        for batch in self._batches(num_steps):
+        for batch in self._prepared(islice(sample_groups(self.plan, self.group), num_steps)):
             if not self.clock.ends:
                 self.clock.start()
             step(batch)
             self.tokens += batch.num_rows
             self.clock.tick()
-            if until_s is not None and self.clock.ends[-1] > until_s and len(self.clock.ends) > 4:
+            if self.clock.over(until_s):
                 break
         return self
 
-    def _batches(self, num_steps: int) -> Iterator[Batch]:
-        groups = islice(sample_groups(self.plan, self.group), num_steps)
-        return prefetch(self.reader, groups, self.device, self.dtype)
+    def _prepared(self, groups: Iterable[list[int]]) -> Iterator[Prepared]:
+        """Inputs made on the loader's thread, as the peers' loaders do it."""
+        shelf: Any = Shelf(self.reader, self.peer, self.rows if self.on_gpu else None)
+        return prefetch(shelf, groups, self.device, self.dtype)  # type: ignore[return-value]
 
-    def _loss(self, batch: Batch) -> Iterator[Any]:
+    def _losses(self, batch: Prepared) -> Iterator[Any]:
         """Loss and metrics of each forward of a batch."""
-        for part in self.peer.inputs(batch, self.rows if self.on_gpu else None):
+        for part in batch.parts:
             with torch.autocast(
                 self.device.type, torch.bfloat16, enabled=self.on_gpu and self.rows is not None
             ):
-                yield self.peer.loss(part, self.num_ttt, self.decay)
+                loss = self.peer.loss(part, self.num_ttt, self.decay)
+            yield loss
 
     def _speculators(self, num_steps: int) -> Any:
         from speculators.train.optimizers import build_optimizers
@@ -190,10 +218,10 @@ class PeerTraining:
         warmup = int(recipe.warmup_ratio * num_steps)
         schedules = [get_linear_schedule_with_warmup(o, warmup, num_steps) for o in optimizers]
 
-        def step(batch: Batch) -> None:
+        def step(batch: Prepared) -> None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            for loss, _ in self._loss(batch):
+            for loss, _ in self._losses(batch):
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
             for part in (*optimizers, *schedules):
@@ -211,8 +239,8 @@ class PeerTraining:
             warmup_ratio=recipe.warmup_ratio,
         )  # fmt: skip
 
-        def step(batch: Batch) -> None:
-            for loss, _ in self._loss(batch):
+        def step(batch: Prepared) -> None:
+            for loss, _ in self._losses(batch):
                 loss.backward()
             optimizer.step()
 
@@ -227,9 +255,9 @@ class PeerTraining:
         """
         hits = torch.zeros(self.num_ttt, dtype=torch.float64)
         rows = torch.zeros(self.num_ttt, dtype=torch.float64)
-        groups = ([n] for n in numbers)
-        for batch in prefetch(self.reader, groups, self.device, self.dtype):
-            for _, metrics in self._loss(batch):
+        length = self.plan.tokens_per_batch if self.rows else 1
+        for batch in self._prepared(pack(numbers, self.reader.lengths, length)):
+            for _, metrics in self._losses(batch):
                 for k in range(self.num_ttt):
                     if self.rows:
                         hits[k] += float(metrics[f"full_acc_{k}_sum"])

@@ -46,18 +46,29 @@ def run_folder(work: Path, name: str, store: Path) -> list[str]:
 
 @dataclass(kw_only=True, slots=True)
 class Clock:
-    """When steps began and ended, in seconds; the GPU has done its work at each end."""
+    """When steps ended, in seconds since the first began; the GPU has done its work at each end.
+
+    Without a GPU the seconds are the process's own, which other programs of a busy machine do not
+    lengthen.
+    """
 
     began: float = 0.0
     ends: list[float] = field(default_factory=list)
 
     def start(self) -> None:
-        self.began = time.perf_counter()
+        self.began = self._now()
 
     def tick(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter() - self.began)
+        self.ends.append(self._now() - self.began)
+
+    def _now(self) -> float:
+        return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+
+    def over(self, limit_s: float | None) -> bool:
+        """Whether so many seconds have passed, with enough steps done to tell a steady one."""
+        return limit_s is not None and len(self.ends) > 5 and self.ends[-1] > limit_s
 
     def steady_s(self) -> float:
         """Seconds of a step, from the later half of them."""
@@ -70,7 +81,10 @@ class Clock:
 
 
 class TimedTrainer(Trainer):
-    """Our training, with a clock on its optimizer steps (reading data included)."""
+    """Our training, with a clock on its optimizer steps (reading data included); it ends early once
+    `stop_after_s` has passed and a few steps are done."""
+
+    stop_after_s: float | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
@@ -81,6 +95,8 @@ class TimedTrainer(Trainer):
             self.clock.start()
         totals = super()._optimizer_step(*arguments, **options)
         self.clock.tick()
+        if self.clock.over(self.stop_after_s):
+            self.num_steps = self.step + 1
         return totals
 
 
@@ -111,6 +127,16 @@ def sample_groups(plan: BatchPlan, size: int | None) -> Iterator[list[int]]:
         while len(waiting) >= size:
             yield waiting[:size]
             waiting = waiting[size:]
+
+
+def groups_for(plan: BatchPlan, size: int | None, tokens: int) -> int:
+    """How many of those groups hold at least so many tokens."""
+    seen = 0
+    for count, numbers in enumerate(sample_groups(plan, size), 1):
+        seen += int(plan.lengths[numbers].sum())
+        if seen >= tokens:
+            return count
+    raise AssertionError("the groups are endless")
 
 
 def held_out(
