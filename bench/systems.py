@@ -1,0 +1,117 @@
+"""The systems that `bench/train.py` times, each set up from the same weights and batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peers import SpecForge, Speculators
+from torch import Tensor
+
+import eagle3
+from eagle3 import fast
+from eagle3.batch import Batch
+from eagle3.drafter import Drafter, DrafterConfig
+from eagle3.loss import Teacher
+from eagle3.ttt import TTTModel, supervised_rows
+from eagle3.vocab import DraftVocab
+
+STEP_DECAY = 0.8
+NAMES = ("eagle3", "plain", "speculators", "specforge", "specforge-b4")
+
+
+@dataclass(kw_only=True, slots=True)
+class System:
+    """Something that can run a step.
+
+    step: takes the micro-batch's number and the number of TTT steps.
+    resident: bytes that its weights and its form of the batches hold on the GPU.
+    own_batches: whether it has its own form of the batches.
+    """
+
+    name: str
+    version: str
+    settings: str
+    step: Callable[[int, int], None]
+    own_batches: bool = True
+    resident: int = 0
+    first_step_s: float = 0.0
+    peak: int = 0
+    times: list[list[float]] = field(default_factory=list)
+
+
+def weights(config: DrafterConfig, device: str) -> tuple[Drafter, Tensor]:
+    """A random drafter and the target's lm_head."""
+    with torch.device(device):
+        torch.manual_seed(0)
+        lm_head = torch.randn(config.vocab_size, config.hidden_size) * config.hidden_size**-0.5
+        vocab = DraftVocab.build(torch.rand(config.vocab_size), config.draft_vocab_size)
+        embeddings = torch.randn(config.vocab_size, config.hidden_size)
+        drafter = Drafter.fresh(config, vocab, embeddings, lm_head)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return drafter.to(dtype), lm_head.to(dtype)
+
+
+def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool) -> System:
+    """Our training step; `plain` is the definition that runs everywhere."""
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [])
+
+    def step(index: int, num_steps: int) -> None:
+        batch = batches[index]
+        model.step_weights = [STEP_DECAY**k for k in range(num_steps)]
+        scale = 1.0 / supervised_rows(batch, num_steps).clamp(min=1)
+        layout = batch.layout
+        batch.layout = None if plain else layout
+        model(batch, scale, score=False).loss.backward()
+        batch.layout = layout
+        model.zero_grad(set_to_none=True)
+
+    on_gpu = fast.supported(model.drafter, batches[0])
+    name = "eagle3" if on_gpu and not plain else "eagle3 (plain path)"
+    settings = "packed, supervised rows only, lm_head trained"
+    return System(
+        name=name, version=eagle3.__version__, settings=settings, step=step, own_batches=False
+    )
+
+
+def theirs(peer: Any, batches: list[Batch], name: str, settings: str) -> System:
+    """A peer's step: as many forward and backward passes as its form of the batch needs."""
+    rows = max(batch.num_rows for batch in batches)
+    inputs = [peer.inputs(batch, rows) for batch in batches]
+
+    def step(index: int, num_steps: int) -> None:
+        for part in inputs[index]:
+            loss, _ = peer.loss(part, num_steps, STEP_DECAY)
+            loss.backward()
+        peer.model.zero_grad(set_to_none=True)
+
+    settings = f"{settings}, {peer.attention} attention"
+    return System(name=name, version=peer.version, settings=settings, step=step)
+
+
+def build(name: str, config: DrafterConfig, batches: list[Batch], device: str) -> System:
+    """A system by the name it has on the command line."""
+    before = allocated()
+    drafter, lm_head = weights(config, device)
+    if name in ("eagle3", "plain"):
+        system = ours(drafter, lm_head, batches, plain=name == "plain")
+    elif name == "speculators":
+        peer: Any = Speculators(drafter, lm_head)
+        system = theirs(peer, batches, name, "packed, lm_head frozen, whole step compiled on a GPU")
+    elif name == "specforge":
+        peer = SpecForge(drafter, lm_head)
+        system = theirs(peer, batches, name, "batch 1 (its default), lm_head trained")
+    else:
+        peer = SpecForge(drafter, lm_head, batch_size=4, compact_teacher=True)
+        system = theirs(peer, batches, name, "batch 4 padded, compact teacher, lm_head trained")
+    del drafter, lm_head
+    gc.collect()
+    system.resident = allocated() - before
+    return system
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
