@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from peers import SpecForge, Speculators
+from peers import SpecForge, Speculators, whole_blocks
 from torch import Tensor, nn
 
 from eagle3.config import Config
@@ -156,7 +156,7 @@ class PeerTraining:
             self.peer: Any = Speculators(drafter, lm_head.to(device), own_start=True)
             self.peer.model.lm_head.weight.requires_grad_(recipe.train_lm_head)
             self.group, tokens = None, recipe.total_seq_len
-            self.rows = tokens
+            self.rows = whole_blocks(tokens)
             self.num_ttt, self.decay = recipe.ttt_steps, recipe.ttt_step_loss_decay
         else:
             head = lm_head.to(device, self.dtype)

@@ -43,6 +43,11 @@ def documents(batch: Batch) -> list[dict[str, Tensor]]:
     return found
 
 
+def whole_blocks(rows: int) -> int:
+    """Rows up to a multiple of flex attention's block: speculators extends its mask by blocks."""
+    return -(-rows // 128) * 128
+
+
 def llama_config(config: DrafterConfig) -> Any:
     """The decoder layer as transformers describes it."""
     from transformers import LlamaConfig

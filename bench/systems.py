@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peers import SpecForge, Speculators
+from peers import SpecForge, Speculators, whole_blocks
 from torch import Tensor
 
 import eagle3
@@ -79,7 +79,7 @@ def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool) -
 
 def theirs(peer: Any, batches: list[Batch], name: str, settings: str) -> System:
     """A peer's step: as many forward and backward passes as its form of the batch needs."""
-    rows = max(batch.num_rows for batch in batches)
+    rows = whole_blocks(max(batch.num_rows for batch in batches))
     inputs = [peer.inputs(batch, rows) for batch in batches]
 
     def step(index: int, num_steps: int) -> None:
