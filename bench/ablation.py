@@ -35,11 +35,13 @@ from intervals import interval
 from peer_training import PeerTraining, recipe_of
 
 from eagle3.drafter import Drafter
+from eagle3.export import load_sglang
 from eagle3.manifest import write_json
 from eagle3.target import Target
 from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
 from training.engine import World
+from training.export import export
 from training.model import draft_vocab, open_store
 from training.train import Trainer
 
@@ -115,9 +117,8 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
         started = time.process_time()
         if row.peer is None:
             with started_by(row.start):
-                trainer = Trainer(config, world)
-            trainer.run()
-            drafter = trainer.engine.module.drafter
+                Trainer(config, world).run()
+                drafter, _ = load_sglang(export(config), target)
         else:
             vocab, _ = draft_vocab(config, reader, split.train)
             recipe = recipe_of(row.peer)
@@ -125,11 +126,11 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
             peer.train(peer.num_steps(tokens))
             drafter, tokens = peer.peer.drafter(), peer.tokens
         seconds = time.process_time() - started
-        found = held_out(drafter, target, reader, split.validation, CHAIN, world)
+        found = held_out(drafter, target, reader, split.validation, CHAIN, world.device)
     return {
         "seed": seed,
-        "acceptance": [found[f"acceptance_{k}"] for k in range(CHAIN)],
-        "accept_length": found["accept_length"],
+        "acceptance": found,
+        "accept_length": 1 + sum(found),
         "tokens": tokens,
         "cpu_s": round(seconds, 1),
     }
@@ -137,7 +138,7 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
 
 def summary(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over seeds with intervals, and the paired differences to `base`."""
-    figures = {}
+    figures: dict[str, Any] = {}
     for name, of in (
         ("step0_acceptance", lambda run: run["acceptance"][0]),
         ("accept_length", lambda run: run["accept_length"]),
@@ -180,6 +181,7 @@ def main() -> None:
         overrides = [f"experiment={arguments.experiment}", *arguments.override]
         overrides += run_folder(Path(work), "ablation", arguments.store)
         overrides += ["train.validate_every=1000000", "train.save_every=1000000"]
+        overrides += ["export.speculators=false", "export.dtype=float32"]
         for name in dict.fromkeys([base, *arguments.rows]):
             if name in kept:
                 continue

@@ -15,7 +15,7 @@ Both use their own optimizer, schedule, loss and model classes; the samples come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
@@ -30,8 +30,8 @@ from eagle3.errors import UserError
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
-from runs import Clock, groups_for, sample_groups
-from training.data import BatchPlan, Split, pack, prefetch
+from runs import Clock, ahead, groups_for, sample_groups
+from training.data import BatchPlan, Split, pack
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -113,17 +113,6 @@ class Prepared:
         return Prepared(parts=moved, num_rows=self.num_rows)
 
 
-class Shelf:
-    """A store read as a peer's batches."""
-
-    def __init__(self, reader: StoreReader, peer: Any, rows: int | None) -> None:
-        self.reader, self.peer, self.rows = reader, peer, rows
-
-    def batch(self, numbers: Sequence[int]) -> Prepared:
-        batch = self.reader.batch(numbers)
-        return Prepared(parts=self.peer.inputs(batch, self.rows), num_rows=batch.num_rows)
-
-
 class PeerTraining:
     """One training of a peer, from its own initial weights of a seed.
 
@@ -189,9 +178,14 @@ class PeerTraining:
         return self
 
     def _prepared(self, groups: Iterable[list[int]]) -> Iterator[Prepared]:
-        """Inputs made on the loader's thread, as the peers' loaders do it."""
-        shelf: Any = Shelf(self.reader, self.peer, self.rows if self.on_gpu else None)
-        return prefetch(shelf, groups, self.device, self.dtype)  # type: ignore[return-value]
+        """Inputs made on a thread, as the peers' loaders make them in workers."""
+
+        def make(numbers: list[int]) -> Prepared:
+            batch = self.reader.batch(numbers)
+            parts = self.peer.inputs(batch, self.rows if self.on_gpu else None)
+            return Prepared(parts=parts, num_rows=batch.num_rows).to(self.device, self.dtype)
+
+        return ahead(make, groups)
 
     def _losses(self, batch: Prepared) -> Iterator[Any]:
         """Loss and metrics of each forward of a batch."""

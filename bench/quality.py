@@ -43,7 +43,6 @@ from peers import use_specforge
 import eagle3
 from eagle3 import export as formats
 from eagle3.config import Config
-from eagle3.drafter import Drafter
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, write_json
 from eagle3.store.reader import StoreReader
@@ -53,15 +52,15 @@ from eval.offline import offline
 from runs import Clock, TimedTrainer, compose, groups_for, held_out, run_folder
 from training.data import BatchPlan, Split
 from training.engine import World
-from training.export import DTYPES
+from training.export import DTYPES, export
 from training.model import draft_vocab, open_store
 
 
 @dataclass(kw_only=True, slots=True)
 class Trained:
-    """A finished training."""
+    """A finished training, exported into the run folder of `config`."""
 
-    drafter: Drafter
+    config: Config
     steps: int
     tokens: int
     clock: Clock
@@ -122,28 +121,27 @@ class Ours:
         return -(-groups_for(plan, None, tokens) // train.accumulation)
 
     def run(self, num_steps: int) -> Trained:
-        trainer = self._trainer(num_steps, "run")
+        config = self._config(num_steps, "run")
+        trainer = TimedTrainer(config, self.course.world)
         trainer.run()
+        export(config)
         count = num_steps * self.course.config.train.accumulation
         lengths, plan = self.course.reader.lengths, trainer.plan
         tokens = sum(int(lengths[plan.micro_batch(i)].sum()) for i in range(count))
-        drafter = trainer.engine.module.drafter
-        return Trained(drafter=drafter, steps=num_steps, tokens=tokens, clock=trainer.clock)
+        return Trained(config=config, steps=num_steps, tokens=tokens, clock=trainer.clock)
 
     def probe(self, seconds: float) -> Clock:
-        trainer = self._trainer(1_000_000, "probe")
+        trainer = TimedTrainer(self._config(1_000_000, "probe"), self.course.world)
         trainer.stop_after_s = seconds
         trainer.run()
         return trainer.clock
 
-    def _trainer(self, num_steps: int, name: str) -> TimedTrainer:
-        folder = self.course.work / "eagle3" / name
+    def _config(self, num_steps: int, name: str) -> Config:
+        folder = self.course.work / self.name / name
         shutil.rmtree(folder, ignore_errors=True)
-        never = ["train.validate_every=1000000000", "train.save_every=1000000000"]
         own = ["train.epochs=null", f"train.max_steps={num_steps}", f"train_dir={folder}"]
-        quiet = ["train.log_every=1000000000"]
-        return TimedTrainer(compose([*self.course.folder("eagle3"), *never, *own, *quiet]),
-                            self.course.world)  # fmt: skip
+        rare = [f"train.{what}_every=1000000000" for what in ("validate", "save", "log")]
+        return compose([*self.course.folder(self.name), *own, *rare, "export.speculators=false"])
 
 
 class Theirs:
@@ -162,12 +160,30 @@ class Theirs:
     def run(self, num_steps: int) -> Trained:
         training = self._training().train(num_steps)
         return Trained(
-            drafter=training.peer.drafter(), steps=num_steps, tokens=training.tokens,
+            config=self._export(training), steps=num_steps, tokens=training.tokens,
             clock=training.clock, own_accuracy=training.own_accuracy(self.course.split.validation),
         )  # fmt: skip
 
     def probe(self, seconds: float) -> Clock:
         return self._training().train(1_000_000, until_s=seconds).clock
+
+    def _export(self, training: PeerTraining) -> Config:
+        """Write its drafter as SGLang serves it, in our export's dtype."""
+        course, name = self.course, self.name.lower()
+        config = compose(course.folder(name))
+        aux_layers = course.reader.manifest.match["aux_layers"]
+        manifest = Manifest(
+            kind=formats.KIND,
+            match={"target": course.target.identity(), "aux_layers": aux_layers},
+            config=config.resolved(),
+            inputs={"store": course.reader.manifest.hash()},
+            facts={"trained_by": f"{name} {self.version}"},
+        )
+        formats.save_sglang(
+            training.peer.drafter(), config.drafter_dir, course.target, aux_layers,
+            DTYPES[config.export.dtype], manifest,
+        )  # fmt: skip
+        return config
 
     def _training(self) -> PeerTraining:
         course = self.course
@@ -177,35 +193,18 @@ class Theirs:
         )  # fmt: skip
 
 
-def export(course: Course, trained: Trained, name: str, samples: int | None) -> Config:
-    """Write the drafter as SGLang serves it; its run's configuration."""
-    config = compose(course.folder(name))
-    aux_layers = course.reader.manifest.match["aux_layers"]
-    numbers = course.split.validation[:samples]
-    manifest = Manifest(
-        kind=formats.KIND,
-        match={"target": course.target.identity(), "aux_layers": aux_layers},
-        config=config.resolved(),
-        inputs={"store": course.reader.manifest.hash()},
-        facts={"validation_samples": numbers, "trained_by": name},
-    )
-    formats.save_sglang(
-        trained.drafter.float().cpu(), config.drafter_dir, course.target, aux_layers,
-        DTYPES[config.export.dtype], manifest,
-    )  # fmt: skip
-    return config
-
-
-def measure(course: Course, trained: Trained, name: str, samples: int | None) -> dict[str, Any]:
-    """Acceptance of what was exported, step by step and at every position."""
-    config = export(course, trained, name, samples)
+def measure(course: Course, trained: Trained, samples: int | None) -> dict[str, Any]:
+    """Acceptance of what was exported, step by step on `samples`, and at every position of all."""
+    config, numbers = trained.config, course.split.validation
+    manifest = Manifest.load(config.drafter_dir, formats.KIND)
+    manifest.facts["validation_samples"] = numbers[:samples]
+    manifest.save(config.drafter_dir)
     found = offline(config)
     drafter, _ = formats.load_sglang(config.drafter_dir, course.target)
+    chain = config.eval.num_steps
     everywhere = held_out(
-        drafter, course.target, course.reader, course.split.validation, config.eval.num_steps,
-        course.world,
-    )  # fmt: skip
-    chain = range(config.eval.num_steps)
+        drafter, course.target, course.reader, numbers, chain, course.world.device
+    )
     own = trained.own_accuracy
     return {
         "accept_length": found["accept_length"],
@@ -213,12 +212,12 @@ def measure(course: Course, trained: Trained, name: str, samples: int | None) ->
         "acceptance_per_step": found["marginal"],
         "step0_ci95": found["step0_ci95"],
         "offline_samples": found["samples"],
-        "chain": config.eval.num_steps,
+        "chain": chain,
         "teacher_forced": {
-            "accept_length": everywhere["accept_length"],
-            "acceptance_per_step": [everywhere[f"acceptance_{k}"] for k in chain],
+            "accept_length": 1 + sum(everywhere),
+            "acceptance_per_step": everywhere,
         },
-        "own_accuracy": own[: config.eval.num_steps] if own else None,
+        "own_accuracy": own[:chain] if own else None,
     }
 
 
@@ -281,8 +280,7 @@ def main() -> None:
                     entry |= {
                         "tokens": trained.tokens, "seconds": round(loop_s + charged, 2),
                         "tok_s": round(trained.tokens / loop_s, 1), "ttt_steps": system.num_ttt,
-                        **measure(course, trained, text.partition(":")[0],
-                                  arguments.offline_samples),
+                        **measure(course, trained, arguments.offline_samples),
                     }  # fmt: skip
                 entries.append({**entry, "settings": system.settings,
                                 "overrides": overrides, **facts})  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,10 +18,11 @@ from eagle3.loss import Teacher
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.ttt import TTTModel
-from training.data import BatchPlan, Split
+from training.data import BatchPlan, Split, pack
 from training.engine import World
-from training.evaluate import validate
 from training.train import Trainer
+
+Made = TypeVar("Made")
 
 
 def compose(overrides: list[str]) -> Config:
@@ -139,17 +141,36 @@ def groups_for(plan: BatchPlan, size: int | None, tokens: int) -> int:
     raise AssertionError("the groups are endless")
 
 
+def ahead(make: Callable[[list[int]], Made], groups: Iterable[list[int]]) -> Iterator[Made]:
+    """`make` of each group in order, two groups ahead on a thread."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting: deque[Future[Made]] = deque()
+        for group in groups:
+            waiting.append(pool.submit(make, group))
+            if len(waiting) > 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+@torch.no_grad()
 def held_out(
     drafter: Drafter,
     target: Target,
     reader: StoreReader,
     numbers: list[int],
     num_steps: int,
-    world: World,
-) -> dict[str, float]:
-    """Acceptance at every position of held-out answers, in float32, by training's own validation:
-    one measure for drafters of any origin."""
+    device: torch.device,
+) -> list[float]:
+    """Acceptance of a chain's drafts at every position of held-out answers, in float32: joint
+    marginals, one measure for drafters of any origin."""
     model = TTTModel(drafter, Teacher(target.lm_head().float(), drafter.vocab), [1.0] * num_steps)
-    engine = SimpleNamespace(module=model.to(world.device))
-    found = validate(engine, reader, numbers, 4096, num_steps, world, torch.float32)
-    return {name.removeprefix("validation/"): value for name, value in found.items()}
+    model.to(device).eval()
+    rows, accepted = 0, torch.zeros(num_steps, dtype=torch.int64, device=device)
+    for group in pack(numbers, reader.lengths, 4096):
+        batch = reader.batch(group).to(device, torch.float32)
+        output = model(batch, torch.zeros(num_steps, device=device), score=True)
+        assert output.accepted is not None
+        rows += int(output.rows[0])
+        accepted += output.accepted
+    return (accepted / max(rows, 1)).tolist()
