@@ -6,7 +6,7 @@ Trains the experiment on one store with several seeds for each row of ROWS. A se
 order and initial weights, so a row is compared with the first, the experiment as it is, in pairs.
 The measure is acceptance at every position of held-out answers, the drafts of a chain of three,
 in float32, the same for all rows (`held_out` in runs.py). speculators trains on the same samples
-with its own defaults (peer_training.py) and for as many tokens.
+with its own defaults (peer_training.py) but our batch size, for as many tokens.
 
 A row that the result file already holds for the same setting is not trained again: to add one, put
 it in ROWS and run the command again; to redo one, name it with --redo.
@@ -15,6 +15,7 @@ it in ROWS and run the command again; to redo one, name it with --redo.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ ROWS = {
     "fc_norm": Row(overrides=("draft.fc_norm=true",)),
     "step_decay 1.0": Row(overrides=("train.step_decay=1.0",)),
     "weight decay 0": Row(overrides=("optimizer.weight_decay=0",)),
-    "speculators, its defaults": Row(peer="speculators:total_seq_len=2048"),
+    "speculators, its defaults": Row(peer="speculators"),
     "norm_before_fc, norm_output": Row(
         overrides=("draft.norm_before_fc=true", "draft.norm_output=true")
     ),
@@ -121,11 +122,12 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
                 drafter, _ = load_sglang(export(config), target)
         else:
             vocab, _ = draft_vocab(config, reader, split.train)
-            recipe = recipe_of(row.peer)
+            recipe = replace(recipe_of(row.peer), total_seq_len=config.train.tokens_per_batch)
             peer = PeerTraining(recipe, config, target, reader, split, vocab, world.device)
             peer.train(peer.num_steps(tokens))
             drafter, tokens = peer.peer.drafter(), peer.tokens
         seconds = time.process_time() - started
+        gc.collect()  # an engine's parts refer to each other
         found = held_out(drafter, target, reader, split.validation, CHAIN, world.device)
     return {
         "seed": seed,
