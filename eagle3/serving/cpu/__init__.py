@@ -56,5 +56,5 @@ def server_args() -> list[str]:
     """Arguments that every server on the CPU engine needs; later ones on the command line win."""
     return [
         "--device", "cpu", "--attention-backend", ATTENTION_BACKEND, "--dtype", "float32",
-        "--disable-custom-all-reduce",
+        "--disable-custom-all-reduce", "--sleep-on-idle",
     ]  # fmt: skip
