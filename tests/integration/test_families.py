@@ -39,12 +39,13 @@ PROBED = [0, 1, 3, 5]
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17, 300, 33]
 TOLERANCE = 2e-5  # float32 on both sides, other summation orders
 DEEP_LAYERS = [3, 31, 59]
-DEEP_TOLERANCE = 2e-4  # the same after 61 layers
+DEEP_TOLERANCE = 1e-4  # the same after 61 layers
 SLOW = {
-    # forward code of their own, but not of another convention than one that is always probed
     "MistralForCausalLM", "Phi3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
-    "DeepseekV2ForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 }  # fmt: skip
+"""Probed on demand: SGLang has their setter and forward from a family that is always probed (Kimi's
+language model is DeepSeek-V3), or written like one."""
 ARCHITECTURES = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in layers.FAMILIES
 ]

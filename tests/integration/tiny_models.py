@@ -50,7 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": dict(**EXPERTS, head_dim=32, use_qk_norm=True, attention_bias=True),
     # Hugging Face gives its inner norms an epsilon of 1e-6 whatever rms_norm_eps says
     "Glm4MoeLiteForCausalLM": dict(**MLA, **EXPERTS, rms_norm_eps=1e-6),
-    "DeepseekV2ForCausalLM": dict(**MLA, **EXPERTS, topk_method="greedy", rope_parameters=YARN),
+    # Hugging Face's class never normalises the experts' weights, and has no yarn scale in attention
+    "DeepseekV2ForCausalLM": {
+        **MLA, **EXPERTS, "topk_method": "greedy", "norm_topk_prob": False,
+        "rope_parameters": {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 1.0},
+    },
     "DeepseekV3ForCausalLM": dict(**MLA, **EXPERTS, rope_parameters=YARN),
 }  # fmt: skip
 SHAPES[KIMI] = SHAPES["DeepseekV3ForCausalLM"]

@@ -1,10 +1,14 @@
 """Settings and batches that a capturing server refuses, rather than store the wrong rows."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from eagle3.serving import cpu
 from extraction import sglang_limits
 
 PLAIN = {"disable_radix_cache": True, "tp_size": 8, "dp_size": 1, "pp_size": 1}
@@ -44,3 +48,19 @@ def test_a_forward_must_hold_all_rows_of_its_batch() -> None:
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="split over processes"):
             sglang_limits.check_rows(8, *short)
+
+
+def test_sglang_still_calls_its_settings_so() -> None:
+    """A renamed setting would no longer be refused."""
+    names = ["disable_radix_cache", *sglang_limits.ONE_ONLY, *sglang_limits.OFF_ONLY]
+    code = (
+        "import sys; from sglang.srt.server_args import ServerArgs; "
+        "args = ServerArgs(model_path='none'); "
+        "print(*[name for name in sys.argv[1:] if not hasattr(args, name)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *names],
+        env={**os.environ, **cpu.environment()}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].split() == []
