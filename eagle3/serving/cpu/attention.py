@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eagle3.serving.cpu import ATTENTION_BACKEND
 from eagle3.serving.cpu.plan import PaddedPlan, SequencePlan, make_plan
@@ -30,6 +31,10 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self.is_speculative = False
         if runner.use_mla_backend:
             _always_absorb_mla()
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Length of the requests that attention data parallelism pads a batch with."""
+        return 1
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -107,9 +112,11 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         save_kv_cache: bool,
     ) -> Tensor:
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if self.plan is None or self.plan.num_rows != q.shape[0]:
-            planned = self.plan and self.plan.num_rows
-            raise RuntimeError(f"layer {layer.layer_id}: {q.shape[0]} rows, but planned {planned}")
+        planned = self.plan.num_rows if self.plan is not None else -1
+        # with attention data parallelism, rows after the planned ones are padding
+        may_be_padded = forward_batch.global_num_tokens_cpu is not None
+        if self.plan is None or planned > len(q) or (planned < len(q) and not may_be_padded):
+            raise RuntimeError(f"layer {layer.layer_id}: {len(q)} rows, but planned {planned}")
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             loc = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
@@ -121,8 +128,9 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         new = None
         if k is not None and v is not None and k.dtype == k_cache.dtype == q.dtype:
             new = k.view(-1, *k_cache.shape[1:]), v.view(-1, *v_cache.shape[1:])
-        out = self.plan.attend(q, k_cache, v_cache, new, layer.scaling)
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out = self.plan.attend(q[:planned], k_cache, v_cache, new, layer.scaling)
+        out = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return out if planned == len(q) else pad(out, (0, 0, 0, len(q) - planned))
 
 
 class CpuMultiStepDraftBackend:
