@@ -2,8 +2,8 @@
 
 Needs a store of the ci experiment (`make respond extract EXP=ci`). One run is left alone. A second
 one is killed with SIGKILL at seeded random moments and started again each time, until it has been
-killed `--kills` times and is then left to finish. Every other kill waits for a checkpoint that is
-being written. Both runs must end with the same bytes in every checkpoint file, and with the same
+killed `--kills` times and is then left to finish. Kills come in turn soon after the first step of a
+start, soon after its first checkpoint, and while a checkpoint is being written. Both runs must end with the same bytes in every checkpoint file, and with the same
 metrics but for those that measure time. They use Muon and AdamW, a moving average and wsd, so that
 all of a checkpoint is put to the test.
 """
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ from training.meter import TIMED
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = [
     "experiment=ci", "logger=jsonl", "optimizer=muon", "optimizer.lr=1e-3",
-    "optimizer.schedule=wsd", "train.ema=0.99", "train.epochs=null", "train.tokens_per_batch=1024",
+    "optimizer.schedule=wsd", "train.ema=0.99", "train.epochs=null", "train.tokens_per_batch=512",
     "train.simulate_samples=4", "train.log_every=1", "train.validate_every=25",
-    "train.save_every=5",
+    "train.save_every=3",
 ]  # fmt: skip
+WHEN = ("early", "save", "late")
 LONGEST_WAIT_S = 2.0
-"""Between the first new step of a start and a kill at a random time."""
+"""Between a first step or checkpoint and the kill."""
 LONGEST_SAVE_S = 0.03
 """Between a checkpoint's first file and a kill while it is being written."""
 
@@ -65,24 +67,31 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def being_saved(folder: Path) -> list[Path]:
-    return list(folder.glob(".step-*.tmp"))
+def being_saved(folder: Path) -> bool:
+    return any(folder.glob(".step-*.tmp"))
+
+
+def newest(folder: Path) -> int:
+    """Step of the last checkpoint, 0 without one."""
+    return max((int(f.name[5:]) for f in folder.glob("step-*")), default=0)
 
 
 def kill_once(
-    process: subprocess.Popen[bytes], folder: Path, at_save: bool, rng: random.Random
+    process: subprocess.Popen[bytes], folder: Path, when: str, rng: random.Random
 ) -> dict[str, Any] | None:
-    """Kill a started run at a random moment of its training; None if it ended before."""
-    stamp = (folder / "metrics.jsonl").stat().st_mtime_ns if lines(folder) else 0
-    started = time.time_ns()
-    while process.poll() is None:  # until it trains: its first line of metrics
-        now = (folder / "metrics.jsonl").stat() if (folder / "metrics.jsonl").exists() else None
-        if now and now.st_mtime_ns > max(stamp, started) and lines(folder)[-1:] != []:
-            break
-        time.sleep(0.002)
-    if at_save:
-        while process.poll() is None and not being_saved(folder):
-            time.sleep(0.0005)
+    """Kill a started run; None if it ended before.
+
+    when: "early", soon after its first step; "late", soon after its first checkpoint; "save", while
+    it writes a later checkpoint.
+    """
+    before = newest(folder)
+    logged = len(lines(folder))
+    if when == "early":
+        wait(process, lambda: len(lines(folder)) != logged and newest(folder) == before)
+    else:
+        wait(process, lambda: newest(folder) > before)
+    if when == "save":
+        wait(process, lambda: being_saved(folder))
         time.sleep(rng.random() * LONGEST_SAVE_S)
     else:
         time.sleep(rng.random() * LONGEST_WAIT_S)
@@ -90,12 +99,17 @@ def kill_once(
         return None
     process.kill()
     process.wait()
-    logged = lines(folder)
     return {
-        "logged_step": logged[-1]["step"] if logged else 0,
-        "last_checkpoint": max((int(f.name[5:]) for f in folder.glob("step-*")), default=0),
-        "left_unfinished_checkpoint": bool(being_saved(folder)),
+        "when": when,
+        "logged_step": max((line["step"] for line in lines(folder)), default=0),
+        "last_checkpoint": newest(folder),
+        "left_unfinished_checkpoint": being_saved(folder),
     }
+
+
+def wait(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(0.002)
 
 
 def without_times(folder: Path) -> list[dict[str, Any]]:
@@ -117,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="has ci/store")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -127,7 +141,7 @@ def main() -> None:
         finish(start(whole, runs, args.steps), whole)
         while len(kills) < args.kills:
             found = kill_once(
-                start(chaos, runs, args.steps), chaos, at_save=len(kills) % 2 == 1, rng=rng
+                start(chaos, runs, args.steps), chaos, WHEN[len(kills) % len(WHEN)], rng
             )
             if found is None:
                 raise SystemExit(f"it ended after {len(kills)} kills: give more --steps")
