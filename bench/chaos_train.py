@@ -3,9 +3,9 @@
 Needs a store of the ci experiment (`make respond extract EXP=ci`). One run is left alone. A second
 one is killed with SIGKILL at seeded random moments and started again each time, until it has been
 killed `--kills` times and is then left to finish. Kills come in turn soon after the first step of a
-start, soon after its first checkpoint, and while a checkpoint is being written. Both runs must end with the same bytes in every checkpoint file, and with the same
-metrics but for those that measure time. They use Muon and AdamW, a moving average and wsd, so that
-all of a checkpoint is put to the test.
+start, while a checkpoint is being written, and soon after one. Both runs must end with the same
+bytes in every checkpoint file, and with the same metrics but for those that measure time. They use
+Muon and AdamW, a moving average and wsd, so that all of a checkpoint is put to the test.
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from eagle3.config import Config
 from eagle3.errors import UserError
-from eagle3.ttt import TTTModel
+from eagle3.ttt import TTTModel, TTTOutput
 from training import optimizer as optimizers
 
 OURS = {
@@ -87,6 +88,12 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
                 f"deepspeed.zero_optimization.{part}.device must be cpu or none: checkpoints need "
                 "the optimizer state in memory"
             )
+    accumulated = theirs.get("data_types", {}).get("grad_accum_dtype")
+    if uses_bf16(config) and zero.get("stage", 0) == 0 and accumulated == "fp32":
+        raise UserError(
+            "deepspeed.data_types.grad_accum_dtype=fp32 needs ZeRO 1 to 3 in bf16: set "
+            "deepspeed=zero1, or remove it"
+        )
     if zero.get("stage", 0) == 3:
         # see `_keep_whole`
         if KEEP_GATHERED in zero:
@@ -107,6 +114,28 @@ def uses_bf16(config: Config) -> bool:
     return bool(config.deepspeed.get("bf16", {}).get("enabled", False))
 
 
+class EngineModel(nn.Module):
+    """What the engine wraps: the model with a tuple for output.
+
+    DeepSpeed prepares a backward pass by hooks on the tensors that it finds in a forward's output,
+    and it looks into tuples, not into our dataclass.
+    """
+
+    def __init__(self, model: TTTModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        output = self.model(*inputs)
+        return tuple(getattr(output, item.name) for item in fields(output))
+
+
+def forward(engine: Any, *inputs: Any) -> TTTOutput:
+    """The model's output on a batch, for `engine.backward(output.loss)`."""
+    names = (item.name for item in fields(TTTOutput))
+    return TTTOutput(**dict(zip(names, engine(*inputs), strict=True)))
+
+
 def initialize(model: TTTModel, config: Config, world: World) -> Any:
     """A DeepSpeed engine over the model's trainable parameters."""
     import deepspeed
@@ -119,7 +148,7 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
     # not count
     set_learning_rate(optimizer, 0.0)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(config)
+        model=EngineModel(model), optimizer=optimizer, config=deepspeed_config(config)
     )
     optimizer.state.clear()
     if engine.zero_optimization_stage() == 3:

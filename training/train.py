@@ -129,7 +129,7 @@ class Trainer:
             self.engine.optimizer, learning_rate(self.step, self.num_steps, self.config.optimizer)
         )
         for index, loaded in enumerate(window):
-            output = self.engine(loaded.batch, scale, score)
+            output = engines.forward(self.engine, loaded.batch, scale, score)
             self.engine.backward(output.loss)
             totals[0] += output.step_loss
             totals[1] += output.rows
@@ -176,7 +176,7 @@ class Trainer:
         """This rank's micro-batches from the next step on, read ahead."""
         count_flops = None
         if self.meter.peak_tflops is not None:
-            shape, num_ttt = self.engine.module.drafter.config, self.config.train.ttt_steps
+            shape, num_ttt = self.engine.module.model.drafter.config, self.config.train.ttt_steps
             count_flops = lambda batch: useful_flops(batch, shape, num_ttt)  # noqa: E731
         return prefetch(
             self.reader, self._my_batches(self.step), self.world.device, self.dtype, count_flops,

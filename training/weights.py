@@ -20,7 +20,7 @@ from training.optimizer import EMA
 
 def trainable(engine: Any) -> list[tuple[str, nn.Parameter]]:
     """The drafter's trainable parameters by name."""
-    drafter = engine.module.drafter
+    drafter = engine.module.model.drafter
     return [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
 
 
@@ -118,7 +118,7 @@ def for_evaluation(engine: Any, ema: bool) -> Iterator[TTTModel]:
 
     Every rank takes part.
     """
-    model: TTTModel = engine.module
+    model: TTTModel = engine.module.model
     was_training = model.training
     kept: list[tuple[nn.Parameter, Tensor]] = []
     model.eval()

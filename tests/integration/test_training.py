@@ -172,6 +172,8 @@ def stages(store_run: Path) -> Path:
     one = {"one": ["deepspeed=zero0", *FLOAT32, "train.accumulation=2"]}
     one["one-muon"] = [*muon, *FLOAT32, "train.accumulation=2"]
     one["one-full"] = ["deepspeed=zero0", *FULL, "train.accumulation=2"]
+    wide = ["+deepspeed.data_types.grad_accum_dtype=fp32", "train.accumulation=2"]
+    one["half-wide"] = ["deepspeed=zero1", *HALF, *wide]
     for stage in ("zero0", "zero3", "zero2_offload", "muon"):
         part = store_run / f"half-{stage}-part"
         part.mkdir()
@@ -248,6 +250,15 @@ def test_bf16_learns_at_every_stage(stages: Path, stage: str) -> None:
     if stage != "muon":
         for name, tensor in final_state(stages / "half-zero1", 6).items():
             assert (tensor - master[name]).norm() < 0.02 * tensor.norm() + 1e-6, name
+
+
+def test_gradients_accumulate_in_float32_if_asked(stages: Path) -> None:
+    """Two micro-batches on one rank, added up in float32: the steps of two ranks."""
+    found = metrics(stages / "half-wide")[0]["train/grad_norm"]
+    assert found == pytest.approx(metrics(stages / "half-zero1")[0]["train/grad_norm"], rel=0.02)
+    for name, tensor in final_state(stages / "half-zero1", 6).items():
+        difference = tensor - final_state(stages / "half-wide", 6)[name]
+        assert difference.norm() < 0.02 * tensor.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3", "zero2_offload", "muon"])

@@ -15,7 +15,7 @@ from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel
 from tests.conftest import tiny_drafter
 from training import checkpoint, optimizer
-from training.engine import World
+from training.engine import EngineModel, World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -29,7 +29,8 @@ def engine(steps: int) -> SimpleNamespace:
                 parameter.grad = torch.randn_like(parameter)
         built.step()
     return SimpleNamespace(
-        module=TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0]), optimizer=built
+        module=EngineModel(TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0])),
+        optimizer=built,
     )
 
 
@@ -52,9 +53,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     source, other = engine(3), engine(0)
     save(source, tmp_path, 3)
     folder = checkpoint.choose(tmp_path, "last")
-    checkpoint.load_weights(other.module.drafter, folder)
+    checkpoint.load_weights(other.module.model.drafter, folder)
     checkpoint.load_optimizer(other, folder)
-    pairs = zip(source.module.drafter.parameters(), other.module.drafter.parameters(), strict=True)
+    pairs = zip(
+        source.module.model.drafter.parameters(),
+        other.module.model.drafter.parameters(),
+        strict=True,
+    )
     for a, b in pairs:
         assert torch.equal(a, b)
         if a.requires_grad:
@@ -110,7 +115,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     source = engine(1)
     with torch.no_grad():
-        source.module.drafter.fc.weight[0, 0] = float("nan")
+        source.module.model.drafter.fc.weight[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match=r"fc\.weight"):
         save(source, tmp_path, 1)
     assert checkpoint.folders(tmp_path) == []

@@ -9,6 +9,7 @@ from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel
 from tests.conftest import tiny_drafter
 from training import optimizer, weights
+from training.engine import EngineModel
 
 MUON = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.9)
 
@@ -93,7 +94,7 @@ def test_evaluation_sees_the_average_and_gives_the_weights_back() -> None:
     model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0])
     built = optimizer.build(drafter, OptimizerConfig(lr=1e-2), 0.5)
     steps(drafter, built)
-    engine = SimpleNamespace(module=model, optimizer=built)
+    engine = SimpleNamespace(module=EngineModel(model), optimizer=built)
     before = trained(drafter)
     with pytest.raises(KeyError), weights.for_evaluation(engine, ema=True) as evaluated:
         assert not evaluated.training
