@@ -77,7 +77,8 @@ class Trainer:
             log.info("resuming after step %d", self.step)
         self.metrics = self._metrics()
         peak = device_peak_tflops(config.train.peak_tflops, world, engines.uses_bf16(config))
-        self.meter = Meter(world, peak)
+        one_layer = model.drafter.config.num_layers == 1  # what `useful_flops` is for
+        self.meter = Meter(world, peak if one_layer else None)
 
     def run(self) -> None:
         """Train to the last step; validate, log and save on the way."""
