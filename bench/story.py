@@ -103,8 +103,9 @@ def main() -> None:
     parser.add_argument("--sampled", required=True)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--benchmark", required=True, help="name=file, comma-separated")
-    parser.add_argument("--limit", type=int, default=64, help="prompts of each benchmark")
+    parser.add_argument(
+        "--benchmark", default="", help="local files of the experiment's: name=file"
+    )
     parser.add_argument("--variant", action="append", default=[], help="name:overrides for train")
     parser.add_argument("--override", action="append", default=[])
     parser.add_argument("--out", type=Path, required=True)
@@ -158,12 +159,9 @@ def main() -> None:
         say(f"chosen: {chosen}")
         chosen_overrides = [f"train_dir={folders[chosen]}", *variants[chosen].split()]
         story.run("export", "training.export", *chosen_overrides)
-        sets = dict(pair.split("=") for pair in arguments.benchmark.split(","))
-        items = [f"{n}:{{path:{p},limit:{arguments.limit}}}" for n, p in sets.items()]
-        story.run(
-            "eval", "eval.live", f"eval.plain_url={plain.url}", "~benchmark",
-            f"+benchmark={{{','.join(items)}}}", *chosen_overrides,
-        )  # fmt: skip
+        sets = dict(pair.split("=") for pair in filter(None, arguments.benchmark.split(",")))
+        files = [f"benchmark.{name}.path={path}" for name, path in sets.items()]
+        story.run("eval", "eval.live", f"eval.plain_url={plain.url}", *files, *chosen_overrides)
     store = StoreReader(config.store_dir)
     labels = int(store.label_counts(range(len(store))).sum())
     results = json.loads((config.eval_dir / "results.json").read_text())

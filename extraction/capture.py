@@ -22,6 +22,7 @@ from eagle3.serving.client import Client, RequestFailed
 from eagle3.serving.from_config import get_servers
 from eagle3.serving.pool import Pool
 from eagle3.serving.server import Server
+from eagle3.serving.watch import ServerFailed
 from eagle3.store.codecs import Codec
 from eagle3.store.sample import Encoded
 from eagle3.target import Target
@@ -122,16 +123,20 @@ def extractor(
             for spool in spools:
                 stack.callback(shutil.rmtree, spool.folder, ignore_errors=True)
         sessions = [stack.enter_context(spool.session(codec)) for spool in spools]
-        servers = stack.enter_context(
-            get_servers(
-                config.server,
-                target.folder,
-                config.run_dir / "logs" / "extract-server.log",
-                args=server_args(),
-                envs=[environment(spool.folder, aux_layers) for spool in spools],
-                plugins=["eagle3_capture"],
-            )
+        starting = get_servers(
+            config.server,
+            target.folder,
+            config.run_dir / "logs" / "extract-server.log",
+            args=server_args(),
+            envs=[environment(spool.folder, aux_layers) for spool in spools],
+            plugins=["eagle3_capture"],
         )
+        try:
+            servers = stack.enter_context(starting)
+        except ServerFailed:
+            for spool in spools:
+                _require_no_error(spool)
+            raise
         names = {config.target.path, str(target.folder)}
         facts = [
             _require_fit(server, spool, aux_layers, names, longest)
@@ -183,6 +188,11 @@ def default_spools(config: Config) -> list[Path]:
     return [Path("/dev/shm") / f"eagle3-{key}-{n}" for n in range(config.server.replicas)]
 
 
+def _require_no_error(spool: Spool) -> None:
+    if (error := spool.error()) is not None:
+        raise UserError(f"the server's capture plugin refused to work:\n{error}")
+
+
 def _require_fit(
     server: Server,
     spool: Spool,
@@ -196,8 +206,7 @@ def _require_fit(
     Args:
         names: names under which the server may know the target.
     """
-    if (error := spool.error()) is not None:
-        raise UserError(f"the server's capture plugin refused to work:\n{error}")
+    _require_no_error(spool)
     found = spool.capture()
     if found is None:
         raise UserError(
