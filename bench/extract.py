@@ -131,7 +131,7 @@ def captured(
             return found
 
         start, size = time.perf_counter(), 0
-        found = in_order(work, range(len(samples)), config.extract.concurrency)
+        found = in_order(work, range(len(samples)), servers.workers)
         for number, sample in enumerate(found):
             size += sample.nbytes
             writer.append(number, sample)

@@ -129,7 +129,12 @@ def _encoded(
     """Everything of a piece, in memory that is not the forward's."""
     side_by_side = aux[0] if len(aux) == 1 else torch.cat(aux, dim=-1)
     states = codec.encode(aux=side_by_side, final=final)
-    encoded = {"input_ids": input_ids.to(torch.int32), "last": final[-1:], **states}
+    encoded = {
+        "input_ids": input_ids.to(torch.int32),
+        "range": row_range(side_by_side, final),
+        "last": final[-1:],
+        **states,
+    }
     theirs = {t.untyped_storage().data_ptr() for t in (input_ids, *aux, final)}
     return {
         key: tensor.clone() if tensor.untyped_storage().data_ptr() in theirs else tensor
@@ -137,17 +142,21 @@ def _encoded(
     }
 
 
-def _join(pieces: list[Piece]) -> dict[str, Tensor]:
-    """One sample of all its pieces; every row once."""
+def row_range(aux: Tensor, final: Tensor) -> Tensor:
+    """Smallest and largest value of each row of aux and of final [T, 4]: nan where any value is."""
+    ends = [*aux.aminmax(dim=-1), *final.aminmax(dim=-1)]
+    return torch.stack([end.float() for end in ends], dim=-1)
+
+
+def _join(pieces: list[Piece]) -> dict[str, list[Tensor]]:
+    """One sample's tensors, in the pieces they came in; every row once."""
     expected = 0
     for piece in pieces:
         if piece.prefix != expected:
             raise RuntimeError(f"rows {expected}..{piece.prefix} of {piece.ticket} were not seen")
         expected = piece.end
-    last = pieces[-1].tensors.pop("last")[0]
     columns = [piece.tensors for piece in pieces]
-    joined = {key: torch.cat([c[key] for c in columns]) for key in columns[-1]}
-    return {**joined, "last": last}
+    return {key: [c[key] for c in columns] for key in columns[0]} | {"last": [columns[-1]["last"]]}
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:

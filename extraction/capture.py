@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,12 +51,16 @@ class Station:
 class Extractor:
     """Captures samples. Safe to share between threads.
 
-    servers: what they run with, for the manifest.
+    servers: what they run with, for the manifest. slots: how many samples may be at the servers or
+    in the spools; checking one takes none.
     """
 
     pool: Pool[Station]
     verifier: Verifier
     servers: list[dict[str, Any]]
+    slots: threading.BoundedSemaphore
+    workers: int
+    """Threads worth calling `capture` from: some wait for servers while others check."""
 
     def capture(self, number: int, sample: TokenSample) -> Encoded | Rejection:
         """Capture one sample, again if verification rejects it, at most CHECKS times.
@@ -66,9 +71,10 @@ class Extractor:
         attempts = itertools.count()
         rejection = Rejection("never tried")
         for _ in range(CHECKS):
-            captured, output_ids = self.pool.run(
-                lambda station: _request(station, number, next(attempts), sample)
-            )
+            with self.slots:
+                captured, output_ids = self.pool.run(
+                    lambda station: _request(station, number, next(attempts), sample)
+                )
             checked = self.verifier.check(sample, captured, output_ids)
             if isinstance(checked, Encoded):
                 return checked
@@ -115,6 +121,7 @@ def extractor(
     Raises:
         UserError: the servers or spools given are not fit for this run.
     """
+    concurrency = concurrency_per_server(config, target, codec, aux_layers)
     own = not config.server.urls
     count = config.server.replicas if own else len(config.server.urls)
     spools = _spools(config, count, own)
@@ -150,7 +157,23 @@ def extractor(
             Pool(stations, config.server.patience_s),
             Verifier(target, len(aux_layers), codec),
             facts,
+            threading.BoundedSemaphore(count * concurrency),
+            2 * count * concurrency,
         )
+
+
+def concurrency_per_server(
+    config: Config, target: Target, codec: Codec, aux_layers: list[int]
+) -> int:
+    """As configured, but no more than a spool has room for: a running capture may lie there."""
+    row_bytes = sum(codec.bytes_per_row(len(aux_layers), target.hidden_size)) + 4
+    room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
+    if room < 1:
+        raise UserError(
+            f"extract.spool_bytes={config.extract.spool_bytes} does not hold a sample of "
+            f"data.max_length={config.data.max_length}"
+        )
+    return min(config.extract.concurrency, room)
 
 
 def server_args() -> dict[str, Any]:

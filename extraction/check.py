@@ -14,6 +14,9 @@ from eagle3.store.sample import Encoded
 from eagle3.target import Target
 from extraction.samples import TokenSample
 
+PROBED_ROWS = 8
+RANGE_SLACK = 0.15
+"""Relative to a row's largest value; 4 bits are up to 1/14 of it off."""
 MAX_CANDIDATES = 1 << 26
 """Most lm_head values to look at for one sample; a larger head is thinned out to that."""
 
@@ -44,21 +47,20 @@ class Verifier:
             captured: what the spool holds of a sample.
             output_ids: what the server generated, greedily, after the sample.
         """
-        input_ids, last = captured["input_ids"], captured["last"]
+        input_ids, ranges = captured["input_ids"], captured["range"]
         states = {k: v for k, v in captured.items() if k.startswith(("aux.", "final."))}
-        if any(len(t) != len(sample.input_ids) for t in (input_ids, *states.values())):
+        if any(len(t) != len(sample.input_ids) for t in (input_ids, ranges, *states.values())):
             return Rejection("row count")
         if not np.array_equal(input_ids.numpy(), sample.input_ids):
             return Rejection("token ids")
-        for kind, width in self.widths.items():
-            decoded = self.codec.decode(kind, states)
-            if decoded.shape[1] != width:
-                return Rejection(f"{kind} width")
-            low, high = decoded.aminmax(dim=1)  # both are nan where any value is
-            if not (torch.isfinite(low) & torch.isfinite(high)).all():
+        for kind, range_ in (("aux", ranges[:, :2]), ("final", ranges[:, 2:])):
+            if not torch.isfinite(range_).all():
                 return Rejection(f"{kind} not finite")
-            if (low == high).any():
+            if (range_[:, 0] == range_[:, 1]).any():
                 return Rejection(f"{kind} constant")
+            if problem := self._probe(kind, states, range_):
+                return Rejection(problem)
+        last = captured["last"][0]
         if not self._explains(last, output_ids[0]):
             return Rejection("argmax disagrees with the server's token")
         loss_mask = torch.from_numpy(sample.loss_mask)
@@ -67,6 +69,19 @@ class Verifier:
         return Encoded(
             id=sample.id, tensors={"input_ids": input_ids, "loss_mask": loss_mask, **kept}
         )
+
+    def _probe(self, kind: str, states: dict[str, Tensor], range_: Tensor) -> str | None:
+        """Decode a few rows: is it what the server saw before it encoded and copied them?"""
+        rows = torch.linspace(0, len(range_) - 1, min(PROBED_ROWS, len(range_))).long()
+        mine = {k: v[rows] for k, v in states.items() if k.startswith(kind)}
+        decoded = self.codec.decode(kind, mine).float()
+        if decoded.shape[1] != self.widths[kind]:
+            return f"{kind} width"
+        found = torch.stack(decoded.aminmax(dim=1), dim=1)
+        slack = RANGE_SLACK * range_[rows].abs().amax(dim=1, keepdim=True)
+        if not ((found - range_[rows]).abs() <= slack).all():
+            return f"{kind} not as computed"
+        return None
 
     def _explains(self, state: Tensor, token: int) -> bool:
         """Whether no candidate has a larger logit than `token`, up to the dtypes' rounding."""

@@ -16,13 +16,11 @@ import torch
 
 from eagle3 import logging as console
 from eagle3.config import Config, command
-from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.serving.client import in_order
 from eagle3.store import budget, codecs
 from eagle3.store.budget import Workload
-from eagle3.store.codecs import Codec
 from eagle3.store.sample import Encoded
 from eagle3.store.writer import KIND, StoreWriter
 from eagle3.target import Target
@@ -75,11 +73,10 @@ class Extraction:
     def _fill(self, writer: StoreWriter, rest: list[TokenSample]) -> dict[str, Any]:
         """Capture the rest into the store; returns what to record about it."""
         torch.set_num_threads(1)  # samples are checked on many threads already
-        concurrency = concurrency_per_server(self.config, self.target, self.codec, self.aux_layers)
         longest = max(len(sample.input_ids) for sample in rest)
         with extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers:
             start, tokens = time.monotonic(), 0
-            found = _captures(servers, rest, concurrency * len(servers.servers))
+            found = _captures(servers, rest)
             for done, (sample, result) in enumerate(found, start=1):
                 number = len(self.todo) - len(rest) + done - 1
                 tokens += len(sample.input_ids)
@@ -141,7 +138,7 @@ def workload(samples: list[TokenSample]) -> Workload:
 
 
 def _captures(
-    servers: Extractor, rest: list[TokenSample], concurrency: int
+    servers: Extractor, rest: list[TokenSample]
 ) -> Iterator[tuple[TokenSample, Encoded | Rejection]]:
     def work(number: int) -> tuple[TokenSample, Encoded | Rejection]:
         result = servers.capture(number, rest[number])
@@ -152,24 +149,10 @@ def _captures(
     with console.progress("extract") as bar:
         task = bar.add_task("", total=len(rest), note="")
         start, tokens = time.monotonic(), 0
-        for sample, result in in_order(work, range(len(rest)), concurrency):
+        for sample, result in in_order(work, range(len(rest)), servers.workers):
             tokens += len(sample.input_ids)
             bar.update(task, advance=1, note=f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
             yield sample, result
-
-
-def concurrency_per_server(
-    config: Config, target: Target, codec: Codec, aux_layers: list[int]
-) -> int:
-    """As configured, but no more than a spool has room for: a running capture may lie there."""
-    row_bytes = sum(codec.bytes_per_row(len(aux_layers), target.hidden_size)) + 4
-    room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
-    if room < 1:
-        raise UserError(
-            f"extract.spool_bytes={config.extract.spool_bytes} does not hold a sample of "
-            f"data.max_length={config.data.max_length}"
-        )
-    return min(config.extract.concurrency, room)
 
 
 def _require_few(rejected: list[dict[str, Any]], total: int, share: float) -> None:

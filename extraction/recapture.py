@@ -44,8 +44,7 @@ def recapture(config: Config, target: Target, reader: StoreReader) -> Recaptured
         def work(number: int) -> tuple[int, Encoded | Rejection]:
             return number, servers.capture(number, samples[number])
 
-        concurrency = config.extract.concurrency * len(servers.servers)
-        for number, found in in_order(work, chosen, concurrency):
+        for number, found in in_order(work, chosen, servers.workers):
             where = f"sample {number} ({reader.ids[number]})"
             if isinstance(found, Rejection):
                 what = f"captured again, it is rejected: {found.reason}"

@@ -9,7 +9,8 @@ process.
     <session>-<number>.<attempt>.safetensors   one captured sample
     <session>-<number>.<attempt>.json          or why there is none
 
-A sample's tensors: input_ids [T]; the codec's aux.* and final.*, T rows each; last [H], the last
+A sample's tensors: input_ids [T]; the codec's aux.* and final.*, T rows each; range [T, 4], the
+smallest and largest value of a row's aux and final states before encoding; last [1, H], the last
 row's final state as it was. Files appear under their name only when whole. Nothing is pickled;
 names come from integers only.
 
@@ -37,7 +38,7 @@ from torch import Tensor
 from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.manifest import write_json
-from eagle3.store import codecs
+from eagle3.store import codecs, safetensors_file
 from eagle3.store.codecs import Codec
 
 SPOOL_VARIABLE = "EAGLE3_CAPTURE_SPOOL"
@@ -154,13 +155,11 @@ class Spool:
     def path(self, ticket: Ticket) -> Path:
         return self.folder / f"{ticket.stem}.safetensors"
 
-    def write(self, ticket: Ticket, tensors: dict[str, Tensor]) -> None:
-        """Server side: publish a whole sample."""
-        from safetensors.torch import save_file
-
+    def write(self, ticket: Ticket, columns: dict[str, list[Tensor]]) -> None:
+        """Server side: publish a whole sample, each tensor in one piece or several."""
         temporary = self.path(ticket).with_suffix(".tmp")
         try:
-            save_file(tensors, temporary)
+            safetensors_file.write(temporary, columns)
             temporary.rename(self.path(ticket))
         finally:
             temporary.unlink(missing_ok=True)

@@ -8,16 +8,14 @@ import logging
 import os
 import shutil
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from eagle3 import provenance
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, write_json
+from eagle3.store import safetensors_file
 from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import Encoded
 
@@ -38,6 +36,8 @@ def index_files(folder: Path) -> list[Path]:
 
 class StoreWriter:
     """Writes samples in the order of their numbers; resumes after the last committed shard.
+
+    A shard is written on a thread while the next one fills up, one at a time.
 
     Args:
         folder: the store, made if need be.
@@ -68,6 +68,8 @@ class StoreWriter:
         self.rejected: list[dict[str, Any]] = self._rejected()
         self._pending: list[tuple[int, Encoded]] = []
         self._pending_bytes = 0
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
 
     def append(self, number: int, sample: Encoded) -> None:
         """Add the sample with this number in the input data; numbers must ascend.
@@ -81,24 +83,29 @@ class StoreWriter:
         self.next_number = number + 1
         self.num_samples += 1
         if self._pending_bytes >= self.shard_bytes:
-            self.flush()
+            self._start_commit()
 
     def reject(self, number: int, id: str, reason: str) -> None:
         """Keep on record that a sample is left out, and why."""
         self.rejected.append({"number": number, "id": id, "reason": reason})
 
     def flush(self) -> None:
-        """Commit what is pending as one shard: data first, then its index."""
-        if not self._pending:
-            return
-        try:
-            self._write_shard()
-        except (OSError, SafetensorError) as error:
-            self._explain(error)
-            raise
-        log.info("committed shard %d: %d samples", self.num_shards, len(self._pending))
-        self.num_shards += 1
-        self._pending, self._pending_bytes = [], 0
+        """Commit what is pending, and wait until it is."""
+        self._start_commit()
+        self._finish_commit()
+
+    def _start_commit(self) -> None:
+        self._finish_commit()
+        if self._pending:
+            job = (self.num_shards, self._pending, list(self.rejected))
+            self._writing = self._thread.submit(self._write_shard, *job)
+            self.num_shards += 1
+            self._pending, self._pending_bytes = [], 0
+
+    def _finish_commit(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Commit the rest and mark the store complete."""
@@ -116,46 +123,48 @@ class StoreWriter:
         }
         self.manifest.save(self.folder)
 
-    def _write_shard(self) -> None:
-        write_json(self.folder / REJECTED, self.rejected)
-        data_path, index_path = shard_paths(self.folder, self.num_shards)
-        columns = [sample.tensors for _, sample in self._pending]
-        packed = {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
+    def _write_shard(
+        self, shard: int, samples: list[tuple[int, Encoded]], rejected: list[dict[str, Any]]
+    ) -> None:
+        """Data first, then its index, whose rename commits the shard."""
+        data_path, index_path = shard_paths(self.folder, shard)
         temporary = data_path.with_name("." + data_path.name)
-        save_file(packed, temporary)
-        _sync(temporary)
-        temporary.rename(data_path)
-        self._write_index(index_path)
+        try:
+            write_json(self.folder / REJECTED, rejected)
+            columns = [sample.tensors for _, sample in samples]
+            safetensors_file.write(temporary, {k: [c[k] for c in columns] for k in columns[0]})
+            _sync(temporary)
+            temporary.rename(data_path)
+            self._write_index(index_path, shard, samples)
+        except OSError as error:
+            self._explain(error, sum(sample.nbytes for _, sample in samples))
+            raise
+        log.info("committed shard %d: %d samples", shard, len(samples))
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: OSError, needed: int) -> None:
         """Raise what a user can act on if a shard was not written for lack of space."""
         for half in self.folder.glob(".shard-*"):
             half.unlink()
         free = shutil.disk_usage(self.folder).free
-        full = isinstance(error, OSError) and error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-        )
-        if full or free < self._pending_bytes:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or free < needed:
             raise UserError(
-                f"no space for the next shard in {self.folder}: {self._pending_bytes:,} bytes "
-                f"needed, {free:,} free ({error}). {self.num_samples - len(self._pending)} samples "
-                "are committed; free some space and run the same command again to go on"
+                f"no space for the next shard in {self.folder}: {needed:,} bytes needed, {free:,} "
+                f"free ({error}). The shards before it are committed; free some space and run the "
+                "same command again to go on"
             ) from error
 
-    def _write_index(self, path: Path) -> None:
+    def _write_index(self, path: Path, shard: int, samples: list[tuple[int, Encoded]]) -> None:
         from datasets.arrow_writer import ArrowWriter
 
         temporary = path.with_name("." + path.name)
         start = final_start = 0
         with ArrowWriter(path=str(temporary)) as writer:
-            for number, sample in self._pending:
+            for number, sample in samples:
                 writer.write(
                     {
                         "number": number,
                         "id": sample.id,
-                        "shard": self.num_shards,
+                        "shard": shard,
                         "start": start,
                         "rows": sample.rows,
                         "final_start": final_start,

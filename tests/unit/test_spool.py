@@ -9,7 +9,7 @@ from eagle3.errors import UserError
 from eagle3.store import codecs
 from eagle3.store.codecs import CODECS
 from eagle3.store.sample import Encoded
-from extraction.assembler import Assembler
+from extraction.assembler import Assembler, row_range
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
@@ -52,7 +52,7 @@ def test_spool_is_private_and_starts_clean(tmp_path: Path) -> None:
     spool = Spool.create(folder)
     first = spool.secret
     mine = ticket(number=1, attempt=0, num_tokens=3)
-    spool.write(mine, {"input_ids": torch.arange(3)})
+    spool.write(mine, {"input_ids": [torch.arange(3, dtype=torch.int32)]})
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     again = Spool.create(folder)
@@ -70,7 +70,7 @@ def test_a_sample_is_taken_once(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "s")
     mine = ticket(number=1, attempt=0, num_tokens=3)
     assert spool.take(mine) is None
-    spool.write(mine, {"input_ids": torch.arange(3)})
+    spool.write(mine, {"input_ids": [torch.arange(3, dtype=torch.int32)]})
     found = spool.take(mine)
     assert found is not None and found["input_ids"].tolist() == [0, 1, 2]
     assert spool.take(mine) is None
@@ -87,13 +87,16 @@ def test_a_session_leaves_no_orphan_and_takes_none_over(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "s")
     spool.publish_capture({"aux_layers": [1]})
     kept = {"secret", "capture.json"}
-    spool.write(ticket(number=1, attempt=0, num_tokens=3), {"input_ids": torch.arange(3)})
+    spool.write(
+        ticket(number=1, attempt=0, num_tokens=3),
+        {"input_ids": [torch.arange(3, dtype=torch.int32)]},
+    )
     (spool.folder / f"{SESSION}-2.0.tmp").write_bytes(b"half")
     with spool.session(FP32) as session:
         assert {p.name for p in spool.folder.iterdir()} == {*kept, "session"}
         assert spool.current_session() == session
         late = Ticket(session=session.name, number=4, attempt=0, num_tokens=3)
-        spool.write(late, {"input_ids": torch.arange(3)})
+        spool.write(late, {"input_ids": [torch.arange(3, dtype=torch.int32)]})
         with pytest.raises(UserError, match="another process"), spool.session(FP32):
             pass
     assert spool.current_session() is None
@@ -152,7 +155,7 @@ def test_chunks_of_interleaved_requests_are_joined(tmp_path: Path, packed: bool)
     assert one["input_ids"].tolist() == [0, 1, 7, 8, 9]
     assert one["final.values"].flatten().tolist() == [0, 1, 7, 8, 9]
     assert one["aux.values"][:, 0].tolist() == [0, 1, 7, 8, 9]
-    assert one["aux.values"].shape == (5, 8) and one["last"].tolist() == [9]
+    assert one["aux.values"].shape == (5, 8) and one["last"].tolist() == [[9]]
     assert two["input_ids"].tolist() == [5, 6]
 
 
@@ -230,7 +233,7 @@ def test_a_full_spool_is_told_to_the_client(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", full)
     with spool.session(FP32) as session:
         mine = Ticket(session=session.name, number=0, attempt=0, num_tokens=4)
         forward(capture, torch.arange(4.0), [(mine.rid(spool.secret), 4, 0)])
@@ -247,7 +250,8 @@ def capture_of(target, codec: str = "fp32", **changes):
     states |= {k: v for k, v in changes.items() if k in states}
     captured = {
         "input_ids": torch.tensor(ids, dtype=torch.int32),
-        "last": final[-1],
+        "last": final[-1:],
+        "range": row_range(*(s[: min(map(len, states.values()))] for s in states.values())),
         **codecs.get(codec).encode(**states),
         **{k: v for k, v in changes.items() if k not in states},
     }
@@ -286,8 +290,12 @@ def test_bad_captures_are_rejected_with_a_reason(target, codec: str) -> None:
     sample, captured, (token,) = capture_of(target, codec)
     found = verifier.check(sample, captured, [token + 1])
     assert found == Rejection("argmax disagrees with the server's token")
-    other = {"last": torch.randn(target.hidden_size)}
+    other = {"last": torch.randn(1, target.hidden_size)}
     assert isinstance(verifier.check(*capture_of(target, codec, **other)), Rejection)
+    for kind, width in (("aux", 3), ("final", 1)):  # the copy is of something else
+        states = codecs.get(codec).encode(**{kind: torch.randn(4, width * target.hidden_size) / 2})
+        found = verifier.check(*capture_of(target, codec, **states))
+        assert found == Rejection(f"{kind} not as computed")
 
 
 def test_a_large_lm_head_is_thinned_out(target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +304,6 @@ def test_a_large_lm_head_is_thinned_out(target, monkeypatch: pytest.MonkeyPatch)
     assert len(verifier.candidates) <= 100
     sample, captured, (token,) = capture_of(target)
     assert isinstance(verifier.check(sample, captured, [token]), Encoded)
-    logits = verifier.candidates @ captured["last"]
-    lower = int((target.lm_head().float() @ captured["last"]).argmin())
+    logits = verifier.candidates @ captured["last"][0]
+    lower = int((target.lm_head().float() @ captured["last"][0]).argmin())
     assert logits.max() > 0 and isinstance(verifier.check(sample, captured, [lower]), Rejection)

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from eagle3.batch import needed_final
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
-from eagle3.store import budget, codecs
+from eagle3.store import budget, codecs, safetensors_file
 from eagle3.store.budget import Workload
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Sample
@@ -75,6 +75,7 @@ def test_an_interrupted_store_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         writer = StoreWriter(folder, manifest(), 200)
         for number in range(stop):
             writer.append(number, samples()[number].encode(writer.codec))
+        writer._finish_commit()
         # killed here: pending samples are lost, half-written files stay behind
         (folder / ".shard-00009.safetensors").write_bytes(b"half")
         (folder / f"shard-{writer.num_shards:05d}.safetensors").write_bytes(b"data without index")
@@ -107,6 +108,7 @@ def test_unfinished_or_incomplete_stores_are_refused(tmp_path: Path) -> None:
     writer.append(0, samples()[0].encode(writer.codec))
     with pytest.raises(UserError, match="not finished"):
         StoreReader(tmp_path / "s")
+    writer.flush()
     assert len(StoreReader(tmp_path / "s", allow_incomplete=True)) == 1
     writer.append(1, samples()[1].encode(writer.codec))
     writer.finish({})
@@ -169,13 +171,14 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(
     write(tmp_path / "whole")
     folder, writes = tmp_path / "s", iter(range(99))
 
-    def save(tensors: dict, path: Path) -> None:
+    def save(path: Path, columns: dict) -> None:
         if next(writes) == fails_at:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path)
+        real(path, columns)
 
-    monkeypatch.setattr("eagle3.store.writer.save_file", save)
+    real = safetensors_file.write
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", save)
     with pytest.raises(UserError, match="bytes needed, .* free some space and run the same"):
         write(folder)
     assert not list(folder.glob(".shard*"))
@@ -194,7 +197,7 @@ def test_an_error_that_is_not_about_space_is_not_blamed_on_it(
     def save(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("eagle3.store.writer.save_file", save)
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", save)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "s")
 
@@ -207,7 +210,9 @@ def test_rejected_samples_stay_on_record_over_a_restart(tmp_path: Path) -> None:
             else:
                 writer.append(number, samples()[number].encode(writer.codec))
 
-    fill(StoreWriter(tmp_path / "s", manifest(), 1), 4)
+    first = StoreWriter(tmp_path / "s", manifest(), 1)
+    fill(first, 4)
+    first.flush()
     again = StoreWriter(tmp_path / "s", manifest(), 1)
     assert again.next_number == 4 and [r["number"] for r in again.rejected] == [1]
     fill(again, len(MASKS))
@@ -215,6 +220,25 @@ def test_rejected_samples_stay_on_record_over_a_restart(tmp_path: Path) -> None:
     facts = StoreReader(tmp_path / "s").manifest.facts
     assert facts["samples"] == 4 and facts["rejected"] == 2
     assert facts["reasons"] == {"token ids": 2}
+
+
+def test_files_are_safetensors_of_the_joined_pieces(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = {
+        "ids": torch.arange(7, dtype=torch.int32),
+        "mask": torch.ones(7, dtype=torch.uint8),
+        "a": torch.randn(7, 3).bfloat16(),
+        "b": torch.randn(7, 5).to(torch.float8_e4m3fn),
+        "c": torch.randn(7, 2, 2),
+        "none": torch.empty(0, 4),
+    }
+    pieces = {k: list(t.split([1, 4, 2])) if len(t) else [t, t] for k, t in whole.items()}
+    safetensors_file.write(tmp_path / "f", pieces)
+    found = load_file(tmp_path / "f")
+    assert found.keys() == whole.keys()
+    for key, tensor in whole.items():
+        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape
+        assert torch.equal(found[key].float(), tensor.float())
 
 
 def test_unknown_codec() -> None:
