@@ -24,7 +24,9 @@ import torch
 from intervals import interval
 
 from eagle3 import provenance
+from eagle3.batch import needed_final
 from eagle3.manifest import Manifest, write_json
+from eagle3.store import budget
 from eagle3.store.codecs import CODECS, get
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Sample
@@ -44,31 +46,31 @@ class Encoded:
     decode_mb_s: float
 
 
-def reencode(source: StoreReader, folder: Path, codec: str) -> Encoded:
+def reencode(source: StoreReader, folder: Path, name: str) -> Encoded:
     """Write the store again with another codec; speeds are of the float32 bytes, on one thread."""
-    match = {**source.manifest.match, "codec": codec}
+    match = {**source.manifest.match, "codec": name}
     writer = StoreWriter(folder, Manifest(kind="store", match=match), 1 << 30)
+    codec = writer.codec
     rows = finals = stored = plain = 0
     error = norm = encode_s = decode_s = 0.0
     for number in range(len(source)):
         ids, mask = source.tokens(number)
         aux, final = source.states(number)
         whole = torch.zeros(len(ids), final.shape[1])
-        needed = torch.cat([mask[1:], mask.new_zeros(1)])
-        whole[needed] = final
+        whole[needed_final(mask)] = final
         sample = Sample(id=source.ids[number], input_ids=ids, loss_mask=mask, aux=aux, final=whole)
-        writer.append(number, sample.encode(writer.codec))
+        kept = sample.encode(codec)
+        writer.append(number, kept)
         start = time.perf_counter()
-        encoded = get(codec).encode(aux)
+        encoded = codec.encode(aux=aux)
         middle = time.perf_counter()
-        decoded = get(codec).decode(encoded).float()
+        decoded = codec.decode("aux", encoded).float()
         decode_s += time.perf_counter() - middle
         encode_s += middle - start
         error += float((decoded - aux).square().sum())
         norm += float(aux.square().sum())
         rows, finals, plain = rows + len(ids), finals + len(final), plain + aux.nbytes
-        stored += get(codec).bytes_per_row(aux.shape[1]) * len(ids)
-        stored += get(codec).bytes_per_row(final.shape[1]) * len(final) + 5 * len(ids)
+        stored += kept.nbytes
     writer.finish({})
     return Encoded(
         bytes_per_token=stored / rows,
@@ -93,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("store", type=Path)
     parser.add_argument("--experiment", default="ci")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), help="besides bf16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -100,14 +103,14 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     scores: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for codec in ("bf16", *(c for c in CODECS if c != "bf16")):
+        for codec in ("bf16", *(c for c in arguments.codecs if c != "bf16")):
             runs = Path(scratch) / codec
             encoded = reencode(source, runs / "codec" / "store", codec)
             scores[codec] = [train(runs, arguments.experiment, s) for s in range(arguments.seeds)]
             pairs = zip(scores[codec], scores["bf16"], strict=True)
             deltas = [a - b for a, b in pairs]
-            row = get(codec).bytes_per_row
-            kimi = row(KIMI_AUX * KIMI_HIDDEN) + encoded.final_share * row(KIMI_HIDDEN) + 5
+            row, final_row = get(codec).bytes_per_row(KIMI_AUX, KIMI_HIDDEN)
+            kimi = row + encoded.final_share * final_row + budget.TOKEN_BYTES
             table.append(
                 {
                     "codec": codec,
@@ -125,6 +128,7 @@ def main() -> None:
                     "experiment": arguments.experiment,
                     "machine": provenance.machine(),
                     "versions": provenance.versions(),
+                    "date": time.strftime("%Y-%m-%d"),
                 }
             )
             sys.stdout.write(json.dumps({k: table[-1][k] for k in list(table[-1])[:11]}) + "\n")
