@@ -9,7 +9,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.eagle3-$(shell sha256sum requirements.lock 2>/dev/null | cut -c1-16)
 RUN     = $(PY) -m $(1) experiment=$(EXP) $(ARGS)
 
-.PHONY: help setup check test respond extract train export eval sweep demo clean
+.PHONY: help setup check test respond extract plan verify train export eval sweep demo clean
 help:      ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
@@ -36,6 +36,12 @@ respond: setup   ## the target answers the prompts of EXP
 
 extract: setup   ## capture hidden states into a store
 	$(call RUN,extraction.extract)
+
+plan: setup      ## what the store of EXP will take, before anything runs
+	$(call RUN,extraction.plan)
+
+verify: setup    ## check the store of EXP
+	$(call RUN,extraction.verify)
 
 train: setup     ## train a drafter on the store
 	$(call RUN,training.train)

@@ -118,16 +118,20 @@ class Trial:
         self.folder, self.target = folder, target
         data(target, folder / "data.jsonl", samples)
 
-    def start(self, name: str, places: list[Place]) -> subprocess.Popen[bytes]:
+    def command(self, module: str, name: str, places: list[Place]) -> list[str]:
+        """Command line of a stage of that run."""
         urls, spools = [p.url for p in places], [p.spool for p in places]
-        command = [
-            sys.executable, "-m", "extraction.extract", f"run_name={name}",
+        return [
+            sys.executable, "-m", module, f"run_name={name}",
             f"runs_dir={self.folder}", f"target.path={self.target.folder}",
             f"target.aux_layers={LAYERS}", "codec=int6", "data.max_length=1000",
             f"data.conversations=[{self.folder}/data.jsonl]", "extract.shard_bytes=200000",
             "extract.concurrency=6", f"server.urls=[{','.join(urls)}]",
             f"extract.spools=[{','.join(map(str, spools))}]", "server.patience_s=400",
         ]  # fmt: skip
+
+    def start(self, name: str, places: list[Place]) -> subprocess.Popen[bytes]:
+        command = self.command("extraction.extract", name, places)
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 

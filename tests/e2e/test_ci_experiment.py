@@ -11,7 +11,7 @@ from eagle3 import export
 from eagle3.config import Config
 from eagle3.target import Target
 from eagle3.walk import sample_histograms
-from extraction.extract import default_spool
+from extraction.capture import default_spools
 from tests.e2e.conftest import Run, make
 
 pytestmark = pytest.mark.server
@@ -113,7 +113,7 @@ def test_the_report_shows_the_figures_and_plots(ci_run: Run) -> None:
 
 def test_the_spool_is_gone_and_stages_are_no_ops_when_done(ci_run: Run) -> None:
     config = Config(run_name="ci", runs_dir=str(ci_run.folder.parent))
-    assert not default_spool(config).exists()
+    assert not any(spool.exists() for spool in default_spools(config))
     before = (ci_run.folder / "store" / "shard-00000.safetensors").stat().st_mtime_ns
     runs = ci_run.folder.parent
     again = make("extract", f"runs_dir={runs}")
