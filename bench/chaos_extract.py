@@ -42,7 +42,7 @@ ARGS = {
     "mem_fraction_static": 0.2, "skip_server_warmup": True, "chunked_prefill_size": 64,
 }  # fmt: skip
 MOST_STARTS = 10
-KINDS = ["client", "client", "server", "both"]
+KINDS = ["client"] * 4 + ["server", "both"]
 
 
 class Supervised:

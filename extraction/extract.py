@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -74,9 +75,11 @@ class Extraction:
         """Capture the rest into the store; returns what to record about it."""
         torch.set_num_threads(1)  # samples are checked on many threads already
         longest = max(len(sample.input_ids) for sample in rest)
-        with extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers:
+        with (
+            extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers,
+            closing(_captures(servers, rest)) as found,
+        ):
             start, tokens = time.monotonic(), 0
-            found = _captures(servers, rest)
             for done, (sample, result) in enumerate(found, start=1):
                 number = len(self.todo) - len(rest) + done - 1
                 tokens += len(sample.input_ids)
@@ -139,17 +142,22 @@ def workload(samples: list[TokenSample]) -> Workload:
 
 def _captures(
     servers: Extractor, rest: list[TokenSample]
-) -> Iterator[tuple[TokenSample, Encoded | Rejection]]:
+) -> Generator[tuple[TokenSample, Encoded | Rejection]]:
+    """Results in the samples' order; to be closed before the servers, so that all threads end."""
+
     def work(number: int) -> tuple[TokenSample, Encoded | Rejection]:
         result = servers.capture(number, rest[number])
         if isinstance(result, Encoded):
             _ = result.sha256  # worked out here, on many threads
         return rest[number], result
 
-    with console.progress("extract") as bar:
+    with (
+        console.progress("extract") as bar,
+        closing(in_order(work, range(len(rest)), servers.workers)) as results,
+    ):
         task = bar.add_task("", total=len(rest), note="")
         start, tokens = time.monotonic(), 0
-        for sample, result in in_order(work, range(len(rest)), servers.workers):
+        for sample, result in results:
             tokens += len(sample.input_ids)
             bar.update(task, advance=1, note=f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
             yield sample, result

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,10 @@ def respond(config: Config) -> Path:
         envs = [{}] * config.server.replicas
         with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
             pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
-            rows = _answers(pool, encoder, work[done:], config)
-            with output.open("a", encoding="utf-8") as file:
+            with (
+                output.open("a", encoding="utf-8") as file,
+                closing(_answers(pool, encoder, work[done:], config)) as rows,
+            ):
                 for row in rows:
                     finishes[row["finish"]] += 1
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -116,15 +119,19 @@ def respond(config: Config) -> Path:
 
 def _answers(
     pool: Pool[Client], encoder: ChatEncoder, records: list[Record], config: Config
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
+    """Rows in the records' order; to be closed before the servers, so that all threads end."""
     sampling = sampling_params(config)
 
     def work(record: Record) -> dict[str, Any]:
         return pool.run(lambda client: answer(client, encoder, record, sampling))
 
-    with console.progress("respond") as bar:
+    with (
+        console.progress("respond") as bar,
+        closing(in_order(work, records, config.respond.concurrency)) as rows,
+    ):
         task = bar.add_task("", total=len(records), note="")
-        for row in in_order(work, records, config.respond.concurrency):
+        for row in rows:
             bar.advance(task)
             yield row
 

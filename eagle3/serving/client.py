@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -114,7 +114,7 @@ class Client:
         raise RequestFailed(f"{self.url}{path}: {problem}")
 
 
-def in_order(work: Callable[[T], R], items: Iterable[T], concurrency: int) -> Iterator[R]:
+def in_order(work: Callable[[T], R], items: Iterable[T], concurrency: int) -> Generator[R]:
     """Run `work` on items, at most `concurrency` at a time; yield the results in the items' order.
 
     At most 2 * concurrency items are drawn ahead of the result being waited for, so memory stays
