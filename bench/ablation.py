@@ -66,6 +66,9 @@ def frozen_head(drafter: Drafter) -> None:
     drafter.lm_head.weight.requires_grad_(False)
 
 
+NORMS = ("draft.norm_before_fc=true", "draft.norm_output=true")
+"""What speculators' trainer defaults to."""
+
 ROWS = {
     "defaults": Row(),
     "norm_output": Row(overrides=("draft.norm_output=true",)),
@@ -78,13 +81,15 @@ ROWS = {
     "fc_norm": Row(overrides=("draft.fc_norm=true",)),
     "step_decay 1.0": Row(overrides=("train.step_decay=1.0",)),
     "weight decay 0": Row(overrides=("optimizer.weight_decay=0",)),
-    "speculators, its defaults": Row(peer="speculators"),
-    "norm_before_fc, norm_output": Row(
-        overrides=("draft.norm_before_fc=true", "draft.norm_output=true")
-    ),
+    "norm_before_fc, norm_output": Row(overrides=NORMS),
     "1 TTT step": Row(overrides=("train.ttt_steps=1",)),
     "5 TTT steps": Row(overrides=("train.ttt_steps=5",)),
     "step_decay 0.6": Row(overrides=("train.step_decay=0.6",)),
+    "lr doubled": Row(overrides=("optimizer.lr=0.004",)),
+    "norm_before_fc, norm_output, lr doubled": Row(overrides=(*NORMS, "optimizer.lr=0.004")),
+    "norm_before_fc, norm_output, lr x 4": Row(overrides=(*NORMS, "optimizer.lr=0.008")),
+    "speculators, its defaults": Row(peer="speculators"),
+    "speculators, lr 0.02": Row(peer="speculators:lr=0.02"),
 }
 """The first is what the others are compared with."""
 
