@@ -16,7 +16,7 @@ float32 on a CPU. Shapes default to a drafter for Llama-3.1-8B; on a CPU give sm
 (`--small`), where the plain path runs, speculators' and SpecForge's attention is the one of theirs
 that has a backward there, and SpecForge's loss is its definition in place of its kernel.
 
-MFU: see `useful_flops` in workload.py, over the peak that `--peak-tflops` names; it counts what the
+MFU: see `useful_flops` in eagle3/flops.py, over the peak that `--peak-tflops` names; it counts what the
 training objective needs, with a trained lm_head, whatever a system does (speculators' is frozen).
 """
 
@@ -43,10 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import record
 from peers import use_specforge
 from systems import NAMES, System, allocated, build, weights
-from workload import document_masks, make_batch, useful_flops
+from workload import document_masks, make_batch
 
 from eagle3.batch import Batch
 from eagle3.drafter import DrafterConfig
+from eagle3.flops import useful_flops
 
 
 def synchronize() -> None:

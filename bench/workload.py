@@ -9,7 +9,6 @@ import torch
 
 from eagle3.batch import Batch, needed_final
 from eagle3.drafter import DrafterConfig
-from eagle3.flops import useful_flops as useful_flops
 
 
 def document_masks(tokens: int, generator: np.random.Generator) -> list[np.ndarray]:

@@ -63,6 +63,6 @@ def useful_flops(batch: Batch, config: DrafterConfig, num_steps: int) -> float:
         + 6 * (2 * h * q + 3 * h * i) * total
         + 6 * h * 2 * e * (total - first)
         + 6 * h * v * total
-        + 2 * h * v * batch.final.shape[0]
+        + 2 * h * v * int((batch.final_index >= 0).sum())
         + 14 * q * pairs
     )
