@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 
-from eagle3 import provenance
 from eagle3.config import Config, TargetConfig
 from eagle3.manifest import Manifest, write_json
 from eagle3.serving.client import in_order
@@ -264,10 +264,7 @@ def save(
         "lengths": list(arguments.lengths),
         "concurrency": arguments.concurrency,
         "rounds": arguments.rounds,
-        "command": " ".join(["python", *sys.argv]),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **record.facts(),
     }
     write_json(arguments.out, [asdict(row) | more | facts for row in table])
 

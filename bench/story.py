@@ -18,31 +18,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3 import provenance
-from eagle3.config import Config, from_dict_config
+import record
+
 from eagle3.manifest import write_json
 from eagle3.serving.from_config import get_servers
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from extraction.capture import default_spools, server_args
 from extraction.spool import Spool, environment
-
-CONF = Path(__file__).resolve().parents[1] / "conf"
-
-
-def compose(overrides: Sequence[str]) -> Config:
-    """The configuration that `make train` would see."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name="schema", node=Config)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return from_dict_config(hydra_compose("train", overrides=list(overrides)))
+from runs import compose
 
 
 class Story:
@@ -180,10 +167,7 @@ def main() -> None:
             },
             "training": {"chosen": chosen, "validation": validation, "variants": variants},
             "seconds": story.seconds,
-            "command": " ".join(["python", *sys.argv]),
-            "machine": provenance.machine(),
-            "versions": provenance.versions(),
-            "date": time.strftime("%Y-%m-%d"),
+            **record.facts(),
         },
     )
     say(f"wrote {arguments.out}")
