@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from intervals import interval
 
-from eagle3 import provenance
 from eagle3.batch import needed_final
 from eagle3.manifest import Manifest, write_json
 from eagle3.store import budget
@@ -126,9 +126,7 @@ def main() -> None:
                     "delta_ci95": interval(deltas) if codec != "bf16" else [0.0, 0.0],
                     "seeds": arguments.seeds,
                     "experiment": arguments.experiment,
-                    "machine": provenance.machine(),
-                    "versions": provenance.versions(),
-                    "date": time.strftime("%Y-%m-%d"),
+                    **record.facts(),
                 }
             )
             sys.stdout.write(json.dumps({k: table[-1][k] for k in list(table[-1])[:11]}) + "\n")

@@ -17,7 +17,8 @@ float32 on a CPU. Shapes default to a drafter for Llama-3.1-8B; on a CPU give sm
 that has a backward there, and SpecForge's loss is its definition in place of its kernel.
 
 MFU: see `useful_flops` in eagle3/flops.py, over the peak that `--peak-tflops` names; it counts what
-the training objective needs, with a trained lm_head, whatever a system does (speculators' is frozen).
+the training objective needs, with a trained lm_head, whatever a system does (speculators' is
+frozen).
 """
 
 from __future__ import annotations
