@@ -69,6 +69,8 @@ def frozen_head(drafter: Drafter) -> None:
 NORMS = ("draft.norm_before_fc=true", "draft.norm_output=true")
 """What speculators' trainer defaults to."""
 
+MUON = ("optimizer=muon", "optimizer.lr=0.01")
+
 ROWS = {
     "defaults": Row(),
     "norm_output": Row(overrides=("draft.norm_output=true",)),
@@ -88,6 +90,8 @@ ROWS = {
     "lr doubled": Row(overrides=("optimizer.lr=0.004",)),
     "norm_before_fc, norm_output, lr doubled": Row(overrides=(*NORMS, "optimizer.lr=0.004")),
     "norm_before_fc, norm_output, lr x 4": Row(overrides=(*NORMS, "optimizer.lr=0.008")),
+    "muon 0.01": Row(overrides=MUON),
+    "norm_before_fc, norm_output, muon 0.01": Row(overrides=(*NORMS, *MUON)),
     "speculators, its defaults": Row(peer="speculators"),
     "speculators, lr 0.02": Row(peer="speculators:lr=0.02"),
 }

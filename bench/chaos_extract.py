@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -153,7 +151,7 @@ class Trial:
 
 
 def hit_client(client: subprocess.Popen[bytes]) -> None:
-    os.kill(client.pid, signal.SIGKILL)
+    client.kill()  # nothing if it has ended by itself
     client.wait()
 
 
@@ -199,6 +197,26 @@ def undisturbed(trial: Trial, places: list[Place]) -> float:
     return time.monotonic() - start
 
 
+def save(
+    arguments: argparse.Namespace, shards: int, points: list[dict[str, object]], identical: int
+) -> None:
+    """Write what is known so far."""
+    result = {
+        "kill_points": len(points),
+        "identical": identical,
+        "hit_while_running": sum(bool(p["hit"]) for p in points),
+        "kinds": dict(Counter(str(p["kind"]) for p in points)),
+        "samples": arguments.samples,
+        "shards": shards,
+        "points": points,
+        "command": " ".join(["python", *sys.argv]),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    write_json(arguments.out, result)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("tests/assets/tiny-gsm-llama"))
@@ -237,25 +255,12 @@ def main() -> None:
                 )
                 identical += bool(point["identical"]) and point["spool_left"] == 0
                 points.append(point)
+                save(arguments, shards, points, identical)
                 sys.stdout.write(json.dumps(point) + "\n")
                 sys.stdout.flush()
         finally:
             for server in supervised:
                 server.stop()
-    result = {
-        "kill_points": len(points),
-        "identical": identical,
-        "hit_while_running": sum(bool(p["hit"]) for p in points),
-        "kinds": dict(Counter(str(p["kind"]) for p in points)),
-        "samples": arguments.samples,
-        "shards": shards,
-        "points": points,
-        "command": " ".join(["python", *sys.argv]),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    write_json(arguments.out, result)
     sys.stdout.write(f"{identical} of {len(points)} identical\n")
     if identical != len(points):
         raise SystemExit(1)
