@@ -15,23 +15,21 @@ from torch import nn
 
 from eagle3.config import Config, OptimizerConfig
 from eagle3.errors import UserError
+from training.muon import Muon
 
 EMA = "ema"
 """Key of the average in an optimizer's state, beside the moments: it is split and saved as they."""
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon for some parameters and torch.optim.AdamW for the others, as one optimizer.
+    """Muon for some parameters and torch.optim.AdamW for the others, as one optimizer.
 
     Both see this optimizer's groups and state, whatever DeepSpeed puts there.
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], **shared: Any):
         momentum, betas = shared.pop("momentum"), shared.pop("betas")
-        # Muon's own size of an update depends on the matrix; this one is AdamW's, so lr is shared
-        self.muon = torch.optim.Muon(
-            matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared
-        )
+        self.muon = Muon(matrices, momentum=momentum, **shared)
         self.adamw = torch.optim.AdamW(others, betas=betas, fused=False, **shared)
         super().__init__([{"params": [*matrices, *others]}], shared)
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]

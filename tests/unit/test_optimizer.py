@@ -10,6 +10,7 @@ from eagle3.ttt import TTTModel
 from tests.conftest import tiny_drafter
 from training import optimizer, weights
 from training.engine import EngineModel
+from training.muon import Muon
 
 MUON = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.9)
 
@@ -47,9 +48,7 @@ def test_muon_steps_the_matrices_and_adamw_the_rest() -> None:
     assert len(theirs) == 8 and len(others) == 8  # lm_head, four norms, three of fc_norm
     steps(
         second,
-        torch.optim.Muon(
-            theirs, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(theirs, lr=1e-2, weight_decay=0.1, momentum=0.9),
         torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
     )
     for name, tensor in trained(second).items():
