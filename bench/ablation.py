@@ -32,13 +32,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import record
-from intervals import interval
-from peer_training import PeerTraining, recipe_of
-
 from eagle3.drafter import Drafter
 from eagle3.export import load_sglang
 from eagle3.manifest import write_json
 from eagle3.target import Target
+from intervals import interval
+from peer_training import PeerTraining, recipe_of
 from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
 from training.engine import World

@@ -21,15 +21,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import record
-from peers import SpecForge, Speculators, documents, use_specforge
-from workload import document_masks, make_batch
 
+import record
 from eagle3.batch import Batch
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.manifest import write_json
 from eagle3.ttt import unroll
 from eagle3.vocab import DraftVocab
+from peers import SpecForge, Speculators, documents, use_specforge
+from workload import document_masks, make_batch
 
 DECAY = 0.8
 SYSTEMS: dict[str, dict[str, Any]] = {

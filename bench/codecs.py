@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
-from intervals import interval
 
+import record
 from eagle3.batch import needed_final
 from eagle3.manifest import Manifest, write_json
 from eagle3.store import budget
@@ -31,6 +30,7 @@ from eagle3.store.codecs import CODECS, get
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Sample
 from eagle3.store.writer import StoreWriter
+from intervals import interval
 
 KIMI_HIDDEN, KIMI_AUX = 7168, 3
 

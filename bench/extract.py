@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
 
+import record
 from eagle3.config import Config, TargetConfig
 from eagle3.manifest import Manifest, write_json
 from eagle3.serving.client import in_order

@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from peers import SpecForge, Speculators, whole_blocks
 from torch import Tensor, nn
 
 from eagle3.config import Config
@@ -30,6 +29,7 @@ from eagle3.errors import UserError
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
+from peers import SpecForge, Speculators, whole_blocks
 from runs import Clock, ahead, groups_for, sample_groups
 from training.data import BatchPlan, Split, pack
 

@@ -36,11 +36,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import record
-from peer_training import PeerTraining, recipe_of
-from peers import use_specforge
-
 import eagle3
+import record
 from eagle3 import export as formats
 from eagle3.config import Config
 from eagle3.errors import UserError
@@ -49,6 +46,8 @@ from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 from eval.offline import offline
+from peer_training import PeerTraining, recipe_of
+from peers import use_specforge
 from runs import Clock, TimedTrainer, compose, groups_for, held_out, run_folder
 from training.data import BatchPlan, Split
 from training.engine import World

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import record
-
 from eagle3.manifest import write_json
 from eagle3.serving.from_config import get_servers
 from eagle3.store.reader import StoreReader

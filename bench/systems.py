@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peers import SpecForge, Speculators, whole_blocks
 from torch import Tensor
 
 import eagle3
@@ -18,6 +17,7 @@ from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel, supervised_rows
 from eagle3.vocab import DraftVocab
+from peers import SpecForge, Speculators, whole_blocks
 
 STEP_DECAY = 0.8
 NAMES = ("eagle3", "plain", "speculators", "specforge", "specforge-b4")

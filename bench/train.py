@@ -42,13 +42,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import record
-from peers import use_specforge
-from systems import NAMES, System, allocated, build, weights
-from workload import document_masks, make_batch
-
 from eagle3.batch import Batch
 from eagle3.drafter import DrafterConfig
 from eagle3.flops import useful_flops
+from peers import use_specforge
+from systems import NAMES, System, allocated, build, weights
+from workload import document_masks, make_batch
 
 
 def synchronize() -> None:

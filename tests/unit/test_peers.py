@@ -9,9 +9,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 import agree
 import peers
-from peer_training import SpeculatorsRecipe, recipe_of
-
 from eagle3.errors import UserError
+from peer_training import SpeculatorsRecipe, recipe_of
 from runs import Clock, groups_for, sample_groups
 from training.data import BatchPlan
 
