@@ -30,7 +30,8 @@ AUX = [1, 3, 4]
 FIXED = [
     "experiment=ci", "logger=jsonl", "train.epochs=null", "train.tokens_per_batch=320",
     "train.log_every=1", "train.validate_every=100", "train.ttt_steps=3", "draft.vocab_size=256",
-    "train.keep_checkpoints=20",
+    "train.keep_checkpoints=20", "optimizer=adamw", "optimizer.lr=2e-3",
+    "draft.norm_before_fc=false", "draft.norm_output=false",
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from eagle3 import layers, target_shape
 from eagle3.config import TargetConfig, TargetShape
 from eagle3.errors import UserError
 from eagle3.store import budget, codecs
+from eagle3.store.budget import Workload
 from eagle3.target import Target
 from tests.conftest import TINY
 from tests.unit.test_config import load
@@ -61,10 +62,10 @@ def test_experiments_of_large_targets_are_planned_without_hub_or_weights(
 def test_the_storys_run_comes_to_its_bytes(tmp_path: Path, no_hub: list[bool]) -> None:
     """17.3 M tokens of 4 states of 7168 bf16 values: 924 GiB."""
     shape = target_shape.known(load("experiment=kimi_k25").target)
+    work = Workload(num_samples=10_000, num_tokens=17_300_000, num_final=17_300_000)
     planned = budget.plan(
-        tmp_path, codecs.get("bf16"), num_samples=10_000, num_tokens=17_300_000,
-        num_final=17_300_000, num_aux=3, hidden_size=shape.hidden_size,
-    )  # fmt: skip
+        tmp_path, codecs.get("bf16"), work, num_aux=3, hidden_size=shape.hidden_size
+    )
     assert round(planned.store_bytes / 2**30) == 924
 
 
