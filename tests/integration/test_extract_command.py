@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -47,6 +49,18 @@ def test_a_killed_client_loses_nothing(trial: Trial, place: Place, moment: float
     point = kill_point(trial, name, "client", moment, [place], None)
     assert point["hit"] or moment, "killed too late to prove anything"
     require_same(trial, name, [place])
+
+
+@pytest.mark.slow
+def test_killing_anything_twenty_times_changes_nothing(tmp_path: Path) -> None:
+    """Client, server or both, at seeded random moments; about ten minutes."""
+    out = tmp_path / "chaos.json"
+    command = [sys.executable, "bench/chaos_extract.py", "--kill-points", "20", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert result["identical"] == result["kill_points"] == 20
+    assert result["hit_while_running"] >= 15
 
 
 def test_before_its_first_shard_as_well(trial: Trial, place: Place) -> None:
