@@ -6,11 +6,6 @@ and every command checks all of it before anything starts.
 
 from __future__ import annotations
 
-import logging
-import signal
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +13,6 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from eagle3.errors import UserError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -362,65 +355,3 @@ def from_dict_config(composed: DictConfig) -> Config:
         raise UserError(f"configuration: {error}") from error
     assert isinstance(config, Config)
     return config
-
-
-def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
-    """Make a `main()` of a function of a Config: compose conf/<name>.yaml, check, log, call.
-
-    Exit status: 0 done, 2 a user's mistake (told in one message), 1 anything else (with traceback).
-    """
-
-    def decorate(run: Callable[[Config], None]) -> Callable[[], None]:
-        def main() -> None:
-            import hydra
-            from hydra.core.config_store import ConfigStore
-
-            from eagle3 import logging as console
-
-            console.setup()
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let servers be ended
-            ConfigStore.instance().store(name="schema", node=Config)
-            started = False
-
-            def task(composed: DictConfig) -> None:
-                nonlocal started
-                started = True
-                with _user_errors():
-                    config = from_dict_config(composed)
-                    with recorded(name, config):
-                        run(config)
-
-            folder = Path(__file__).resolve().parents[1] / "conf"
-            try:
-                hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(task)()
-            except SystemExit as stop:
-                # Hydra reports a bad override or group itself, with status 1
-                if stop.code == 1 and not started:
-                    raise SystemExit(2) from None
-                raise
-
-        return main
-
-    return decorate
-
-
-def recorded(name: str, config: Config) -> AbstractContextManager[None]:
-    """Record the command's time and memory in <run>/usage.json, on rank 0."""
-    from eagle3 import logging as console
-    from eagle3 import usage
-
-    if console.rank() != 0 or config.train_dir is not None:  # a sweep's jobs share one run folder
-        return nullcontext()
-    return usage.recorded(name, config.run_dir / "usage.json")
-
-
-class _user_errors:
-    """Turns a UserError into one message on stderr and exit status 2."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, UserError):
-            sys.stderr.write(f"error: {error}\n")
-            raise SystemExit(2) from None

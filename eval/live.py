@@ -17,7 +17,8 @@ from typing import Any
 
 from eagle3 import export as formats
 from eagle3 import provenance
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.metrics import Wandb

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eagle3 import logging as console
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.serving.client import in_order

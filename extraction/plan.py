@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 
 from eagle3 import layers, target_shape
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.store import budget
 from eagle3.store.budget import Budget, Workload
 from eagle3.store.codecs import CODECS

@@ -18,7 +18,8 @@ from typing import Any
 from eagle3 import logging as console
 from eagle3 import provenance
 from eagle3.chat import ChatEncoder
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.records import Record, read

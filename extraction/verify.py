@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.store.reader import StoreReader
 from eagle3.store.verify import Findings, verify
 from eagle3.target import Target

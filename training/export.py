@@ -14,7 +14,8 @@ import torch
 
 from eagle3 import export as formats
 from eagle3 import speculators_format
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match
 from eagle3.store.reader import StoreReader

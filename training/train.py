@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from eagle3 import logging as console
-from eagle3.config import Config, command
+from eagle3.command import command
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.flops import useful_flops
 from eagle3.manifest import Manifest
