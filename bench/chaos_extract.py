@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+import record
 from eagle3 import provenance
 from eagle3.manifest import write_json
 from eagle3.serving import server as servers
@@ -209,10 +210,7 @@ def save(
         "samples": arguments.samples,
         "shards": shards,
         "points": points,
-        "command": " ".join(["python", *sys.argv]),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **record.facts(),
     }
     write_json(arguments.out, result)
 

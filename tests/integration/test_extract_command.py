@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.chaos_extract import LAYERS, Place, Supervised, Trial, hit_client, kill_point
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+
+from chaos_extract import LAYERS, Place, Supervised, Trial, hit_client, kill_point
 from eagle3.target import Target
 from extraction.spool import KEPT
 from tests.integration.conftest import AUX_LAYERS, CaptureServer
