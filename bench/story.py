@@ -5,30 +5,35 @@
       --out bench/results/h200_story.json
 
 The target answers every --greedy prompt greedily and every --sampled prompt --samples times with
---temperature. All answers are captured into one store. One drafter is trained for each --variant
-(overrides, side by side on the GPU); the one with the best validation accept length is exported
-and measured. The plain server that answers also is the plain side of the comparison; it and the
-capturing server are started once. Everything resumes.
+--temperature, on `server.replicas` servers. All answers are captured into one store. One drafter is
+trained for each --variant (overrides, side by side on the GPUs); the one with the best validation
+accept length is exported and measured. The first plain server that answers is also the plain side
+of the comparison. Everything resumes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import record
-from eagle3.manifest import write_json
+from eagle3.manifest import Manifest, write_json
 from eagle3.serving.from_config import get_servers
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from extraction.capture import default_spools, server_args
 from extraction.spool import Spool, environment
 from runs import compose
+from training.train import KIND as TRAINING
 
 
 class Story:
@@ -39,14 +44,27 @@ class Story:
         self.seconds: dict[str, float] = {}
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, module: str, *more: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, module: str, *more: str, gpu: str | None = None
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, *self.overrides, *more]
+        env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         with (self.logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log)
+            return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
-    def wait(self, name: str, *processes: subprocess.Popen[bytes], since: float) -> None:
-        if any([process.wait() != 0 for process in processes]):
-            raise SystemExit(f"{name} failed: see {self.logs}/{name}*.log")
+    def wait(
+        self,
+        name: str,
+        *processes: subprocess.Popen[bytes],
+        since: float,
+        all_of_them: bool = True,
+    ) -> None:
+        """Until they end; ends the story if one failed, or all did."""
+        failed = [process.wait() != 0 for process in processes]
+        if any(failed):
+            say(f"{name}: {sum(failed)} of {len(failed)} failed, see {self.logs}/{name}*.log")
+        if all(failed) or (all_of_them and any(failed)):
+            raise SystemExit(1)
         self.seconds[name] = round(time.monotonic() - since, 1)
         say(f"{name}: {self.seconds[name]:.0f} s")
 
@@ -72,14 +90,19 @@ def joined(files: str, copies: int, out: Path) -> Path:
     return out
 
 
+def gpus() -> list[str | None]:
+    """The GPUs at hand, the last first: servers hold the first."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
+        return [*given.split(",")][::-1]
+    return [str(n) for n in reversed(range(torch.cuda.device_count()))] or [None]
+
+
 def best(folders: dict[str, Path]) -> tuple[str, dict[str, Any]]:
-    """The variant with the best last validation, and the last validation of all."""
-    last: dict[str, Any] = {}
-    for name, folder in folders.items():
-        rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-        found = [row for row in rows if "validation/accept_length" in row][-1]
-        last[name] = {k: v for k, v in found.items() if k.startswith(("validation/", "step"))}
-    return max(last, key=lambda name: last[name]["validation/accept_length"]), last
+    """The variant with the best last validation, and the last validation of all that finished."""
+    manifests = {name: Manifest.load(folder, TRAINING) for name, folder in folders.items()}
+    last = {name: m.facts["last"] for name, m in manifests.items() if m.facts.get("complete")}
+    return max(last, key=lambda name: last[name]["accept_length"]), last
 
 
 def main() -> None:
@@ -105,49 +128,58 @@ def main() -> None:
     story = Story(overrides, run / "logs")
     greedy = joined(arguments.greedy, 1, run / "greedy.jsonl")
     sampled = joined(arguments.sampled, arguments.samples, run / "sampled.jsonl")
-    spool = Spool.create(default_spools(config)[0])
+    spools = [Spool.create(folder) for folder in default_spools(config)]
     since = time.monotonic()
-    plain_args = {"disable_radix_cache": True}
-    with get_servers(config.server, target.folder, run / "logs" / "plain.log", args=plain_args) as (
-        plain,
-    ):
-        with get_servers(
-            config.server,
-            target.folder,
-            run / "logs" / "capture.log",
-            args=server_args(),
-            envs=[environment(spool.folder, layers)],
-            plugins=["eagle3_capture"],
-        ) as (capturing,):
-            story.seconds["servers"] = round(time.monotonic() - since, 1)
-            say(f"servers: {story.seconds['servers']:.0f} s")
-            url = f"server.urls=[{plain.url}]"
-            story.run("respond", "extraction.respond", url, f"data.prompts={greedy}")
-            other = f"{config.run_name}_sampled"
-            story.run(
-                "respond_sampled", "extraction.respond", url, f"run_name={other}",
+    # the plain side of the comparison; the others help it answer
+    plain = get_servers(
+        config.server, target.folder, run / "logs" / "plain.log",
+        args={"disable_radix_cache": True}, envs=[{}] * config.server.replicas,
+    )  # fmt: skip
+    capturing = get_servers(
+        config.server, target.folder, run / "logs" / "capture.log", args=server_args(),
+        envs=[environment(spool.folder, layers) for spool in spools], plugins=["eagle3_capture"],
+    )  # fmt: skip
+    with plain as answering:
+        story.seconds["servers"] = round(time.monotonic() - since, 1)
+        say(f"servers: {story.seconds['servers']:.0f} s")
+        urls = f"server.urls=[{','.join(server.url for server in answering)}]"
+        other = f"{config.run_name}_sampled"
+        since = time.monotonic()
+        answers = [
+            story.start("respond", "extraction.respond", urls, f"data.prompts={greedy}"),
+            story.start(
+                "respond_sampled", "extraction.respond", urls, f"run_name={other}",
                 f"data.prompts={sampled}", f"respond.temperature={arguments.temperature}",
-            )  # fmt: skip
+            ),
+        ]  # fmt: skip
+        with capturing as servers:
+            story.wait("respond", *answers, since=since)
             story.run(
-                "extract", "extraction.extract", f"server.urls=[{capturing.url}]",
-                f"extract.spools=[{spool.folder}]",
+                "extract", "extraction.extract",
+                f"server.urls=[{','.join(server.url for server in servers)}]",
+                f"extract.spools=[{','.join(str(spool.folder) for spool in spools)}]",
                 f"data.conversations=[{Path(config.runs_dir) / other}/responses/responses.jsonl]",
             )  # fmt: skip
         variants = dict(v.split(":", 1) for v in arguments.variant) or {"as_configured": ""}
         folders = {name: run / f"train_{name}" for name in variants}
         since = time.monotonic()
         trainings = [
-            story.start(f"train_{name}", "training.train", f"train_dir={folders[name]}", *v.split())
-            for name, v in variants.items()
-        ]
-        story.wait("train", *trainings, since=since)
+            story.start(
+                f"train_{name}", "training.train", f"train_dir={folders[name]}", *v.split(),
+                gpu=gpu,
+            )
+            for (name, v), gpu in zip(variants.items(), cycle(gpus()), strict=False)
+        ]  # fmt: skip
+        story.wait("train", *trainings, since=since, all_of_them=False)
         chosen, validation = best(folders)
         say(f"chosen: {chosen}")
         chosen_overrides = [f"train_dir={folders[chosen]}", *variants[chosen].split()]
         story.run("export", "training.export", *chosen_overrides)
         sets = dict(pair.split("=") for pair in filter(None, arguments.benchmark.split(",")))
         files = [f"benchmark.{name}.path={path}" for name, path in sets.items()]
-        story.run("eval", "eval.live", f"eval.plain_url={plain.url}", *files, *chosen_overrides)
+        story.run(
+            "eval", "eval.live", f"eval.plain_url={answering[0].url}", *files, *chosen_overrides
+        )
     store = StoreReader(config.store_dir)
     labels = int(store.label_counts(range(len(store))).sum())
     results = json.loads((config.eval_dir / "results.json").read_text())

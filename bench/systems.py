@@ -20,7 +20,7 @@ from eagle3.vocab import DraftVocab
 from peers import SpecForge, Speculators, whole_blocks
 
 STEP_DECAY = 0.8
-NAMES = ("eagle3", "plain", "speculators", "specforge", "specforge-b4")
+NAMES = ("eagle3", "eagle3-fp8", "plain", "speculators", "specforge", "specforge-b4")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,9 +55,11 @@ def weights(config: DrafterConfig, device: str) -> tuple[Drafter, Tensor]:
     return drafter.to(dtype), lm_head.to(dtype)
 
 
-def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool) -> System:
+def ours(
+    drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool, fp8: bool
+) -> System:
     """Our training step; `plain` is the definition that runs everywhere."""
-    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [])
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [], fp8=fp8)
 
     def step(index: int, num_steps: int) -> None:
         batch = batches[index]
@@ -72,6 +74,8 @@ def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool) -
     on_gpu = fast.supported(model.drafter, batches[0])
     name = "eagle3" if on_gpu and not plain else "eagle3 (plain path)"
     settings = "packed, supervised rows only, lm_head trained"
+    if fp8:
+        name, settings = f"{name}, fp8", f"{settings}, forward products of the layer in fp8"
     return System(
         name=name, version=eagle3.__version__, settings=settings, step=step, own_batches=False
     )
@@ -96,8 +100,8 @@ def build(name: str, config: DrafterConfig, batches: list[Batch], device: str) -
     """A system by the name it has on the command line."""
     before = allocated()
     drafter, lm_head = weights(config, device)
-    if name in ("eagle3", "plain"):
-        system = ours(drafter, lm_head, batches, plain=name == "plain")
+    if name in ("eagle3", "eagle3-fp8", "plain"):
+        system = ours(drafter, lm_head, batches, name == "plain", name == "eagle3-fp8")
     elif name == "speculators":
         peer: Any = Speculators(drafter, lm_head)
         system = theirs(peer, batches, name, "packed, lm_head frozen, whole step compiled on a GPU")

@@ -30,6 +30,8 @@ from eagle3.target import Target
 
 log = logging.getLogger(__name__)
 KIND = "responses"
+AHEAD = 8
+"""Answers made or under way for each one that may be: a long one must not leave threads idle."""
 
 
 def sampling_params(config: Config) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _answers(
 
     with (
         console.progress("respond") as bar,
-        closing(in_order(work, records, config.respond.concurrency)) as rows,
+        closing(in_order(work, records, config.respond.concurrency, AHEAD)) as rows,
     ):
         task = bar.add_task("", total=len(records), note="")
         for row in rows:

@@ -114,19 +114,22 @@ class Client:
         raise RequestFailed(f"{self.url}{path}: {problem}")
 
 
-def in_order(work: Callable[[T], R], items: Iterable[T], concurrency: int) -> Generator[R]:
+def in_order(
+    work: Callable[[T], R], items: Iterable[T], concurrency: int, ahead: int = 2
+) -> Generator[R]:
     """Run `work` on items, at most `concurrency` at a time; yield the results in the items' order.
 
-    At most 2 * concurrency items are drawn ahead of the result being waited for, so memory stays
-    bounded however slow one item is. An exception is raised at its item's turn; what is under way
-    then is waited for, what has not started is dropped.
+    At most ahead * concurrency items are drawn before the result being waited for is there, so
+    memory stays bounded however slow one item is; where items differ by more than that factor,
+    threads stand idle. An exception is raised at its item's turn; what is under way then is waited
+    for, what has not started is dropped.
     """
     source = iter(items)
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         window: deque[Future[R]] = deque()
         try:
             while True:
-                for item in itertools.islice(source, 2 * concurrency - len(window)):
+                for item in itertools.islice(source, ahead * concurrency - len(window)):
                     window.append(pool.submit(work, item))
                 if not window:
                     return
