@@ -55,9 +55,7 @@ def weights(config: DrafterConfig, device: str) -> tuple[Drafter, Tensor]:
     return drafter.to(dtype), lm_head.to(dtype)
 
 
-def ours(
-    drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool, fp8: bool
-) -> System:
+def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool, fp8: bool) -> System:
     """Our training step; `plain` is the definition that runs everywhere."""
     model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [], fp8=fp8)
 

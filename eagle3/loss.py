@@ -23,9 +23,9 @@ CHUNK_ROWS = 1024
 class TeacherRows:
     """What the target says at M rows.
 
-    logits: [M, V]. top1: draft id of the target's most likely token over its *whole* vocabulary, -1
-    where the drafter cannot propose it [M]; None unless asked for, since it costs the whole
-    lm_head.
+    logits: [M, V], float32 at least.
+    top1: draft id of the target's most likely token over its *whole* vocabulary, -1 where the
+        drafter cannot propose it [M]; None unless asked for, since it costs the whole lm_head.
     """
 
     logits: Tensor
@@ -44,27 +44,22 @@ class Teacher(nn.Module):
         self.outside: Tensor
 
     @torch.no_grad()
-    def forward(self, final: Tensor, top1: bool, wide: bool = False) -> TeacherRows:
-        """Teacher of post-norm final states [M, H]; `wide` asks for float32 logits at least."""
-        inside = self.inside.T
-        logits = wide_product(final, inside) if wide else final @ inside
+    def forward(self, final: Tensor, top1: bool) -> TeacherRows:
+        """Teacher of post-norm final states [M, H]."""
+        logits = wide_product(final, self.inside.T)
         if not top1:
             return TeacherRows(logits=logits, top1=None)
         best, index = logits.max(dim=-1)
         if self.outside.numel():
             for start in range(0, final.shape[0], CHUNK_ROWS):
                 part = slice(start, start + CHUNK_ROWS)
-                rival = (final[part] @ self.outside.T).max(dim=-1).values
+                rival = wide_product(final[part], self.outside.T).max(dim=-1).values
                 index[part] = torch.where(rival > best[part], -1, index[part])
         return TeacherRows(logits=logits, top1=index)
 
 
 LEAST_OVERLAP = 1e-6
 """Overlap below which log_acceptance is constant."""
-
-STEP_LIKE = frozenset({"tv", "log_acceptance"})
-"""Losses whose gradient jumps where p = q. Logits rounded to bf16 fall on the wrong side so often
-that the gradient is off by 6 to 27%; these losses get float32 logits, of teacher and drafter."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Teacher probabilities p [R, V] and log q [R, V] -> loss of each row [R]."""
@@ -180,7 +175,11 @@ def lm_head_loss(
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and kept in float32 at least."""
+    """a @ b, summed and kept in float32 at least.
+
+    Logits rounded to bf16 put gradients off by percents: q - p is small beside its parts, and the
+    gradients that jump where p = q fall on the wrong side.
+    """
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
         return torch.mm(a, b, out_dtype=torch.float32)
     return _wide(a) @ _wide(b)

@@ -26,7 +26,7 @@ from eagle3.attention import Segment, segmented, segments
 from eagle3.batch import Batch, depths
 from eagle3.drafter import Drafter
 from eagle3.errors import UserError
-from eagle3.loss import STEP_LIKE, Teacher, lm_head_loss
+from eagle3.loss import Teacher, lm_head_loss
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class TTTModel(nn.Module):
         """
         num_steps = len(self.step_weights)
         device = batch.input_ids.device
-        taught = self.teacher(batch.final, top1=score, wide=self.loss in STEP_LIKE)
+        taught = self.teacher(batch.final, top1=score)
         fp8 = self.fp8 and torch.is_grad_enabled()  # validation measures what will be served
         if not self._obstacle(batch, fp8):
             from eagle3.fast.step import fast_ttt

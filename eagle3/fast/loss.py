@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.loss import LEAST_OVERLAP, STEP_LIKE, wide_product
+from eagle3.loss import LEAST_OVERLAP, wide_product
 
 CHUNK_BYTES = 2**31
-"""Size of the largest logits (and their gradients, where these are apart) that ever exist."""
+"""Size of the largest logits and their gradients that ever exist."""
 
 BLOCK, NUM_WARPS = 4096, 8
 """Columns at a time, and warps, of a program."""
@@ -67,10 +67,10 @@ def _teacher_kernel(logits, logsumexp, top1, num_columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, teacher_logits, teacher_lse, teacher_top1, teacher_rows, row_weights, loss, top1,
+    logits, teacher_logits, teacher_lse, teacher_top1, teacher_rows, row_weights, loss, top1, grads,
     num_columns, HARD: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: loss = logsumexp(x) - sum_v p(v) x(v); its gradient replaces x."""
+    """One row a program: loss = logsumexp(x) - sum_v p(v) x(v); its gradient goes to `grads`."""
     row = tl.program_id(0).to(tl.int64)
     taught = tl.load(teacher_rows + row)
     lse = tl.load(teacher_lse + taught)
@@ -106,7 +106,8 @@ def _cross_entropy_kernel(
                 t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
                 p = tl.exp(t - lse)
             grad = weight * (tl.exp(x - normaliser) - p)
-            tl.store(x_row + column, grad.to(logits.dtype.element_ty), mask=inside)
+            at = grads + row * num_columns + column
+            tl.store(at, grad.to(grads.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -174,7 +175,8 @@ def lm_head_loss(
 
     Args:
         states: normed drafter states [R, H]; with `need_grad` their gradient replaces them.
-        weight: drafter lm_head [V, H]. teacher_logits: [M, V]; row `teacher_rows[i]` teaches row i.
+        weight: drafter lm_head [V, H].
+        teacher_logits: float32 [M, V]; row `teacher_rows[i]` teaches row i.
         row_weights: factor of each row's loss in what the gradients are of [R], float32.
         kind: one of `eagle3.loss.LOSSES`.
 
@@ -193,22 +195,20 @@ def lm_head_loss(
     loss = torch.empty(num_rows, device=states.device, dtype=torch.float32)
     top1 = torch.empty(num_rows, device=states.device, dtype=torch.int64)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad else None
-    size = states.element_size() + (4 if kind in STEP_LIKE else 0)
-    chunk = max(128, CHUNK_BYTES // (num_columns * size) // 128 * 128)
+    chunk = max(128, CHUNK_BYTES // (num_columns * (4 + states.element_size())) // 128 * 128)
     for start in range(0, num_rows, chunk):
         part = slice(start, start + chunk)
         rows = teacher_rows[part], row_weights[part], loss[part], top1[part]
-        if kind in STEP_LIKE:
-            logits = wide_product(states[part], weight.T)
-            grads = torch.empty_like(logits, dtype=states.dtype) if need_grad else logits
+        logits = wide_product(states[part], weight.T)
+        grads = torch.empty_like(logits, dtype=states.dtype) if need_grad else logits
+        if kind in ("tv", "log_acceptance"):
             _overlap_kernel[(logits.shape[0],)](
                 logits, teacher_logits, teacher_lse, *rows, grads, num_columns, LEAST_OVERLAP,
                 LOG=kind == "log_acceptance", NEED_GRAD=need_grad, **constants,
             )  # fmt: skip
         else:
-            grads = logits = states[part] @ weight.T
             _cross_entropy_kernel[(logits.shape[0],)](
-                logits, teacher_logits, teacher_lse, teacher_top1, *rows, num_columns,
+                logits, teacher_logits, teacher_lse, teacher_top1, *rows, grads, num_columns,
                 HARD=kind == "hard_ce", NEED_GRAD=need_grad, **constants,
             )  # fmt: skip
         del logits
