@@ -69,15 +69,18 @@ DROPPED: dict[str, dict[str, Any]] = {
 
 
 def build(
-    folder: Path, architecture: str, num_layers: int = 6, seed: int = 0
+    folder: Path, architecture: str, num_layers: int = 6, seed: int = 0, **changes: Any
 ) -> transformers.PreTrainedModel:
     """Save a random float32 model of this architecture, with a tokenizer.
+
+    changes: to the shape.
 
     Returns Hugging Face's model with the same weights; for Kimi, that of its language model.
     """
     kind = "DeepseekV3ForCausalLM" if architecture == KIMI else architecture
     model_class = getattr(transformers, kind)
     shape = {**COMMON, **SHAPES[architecture], "num_hidden_layers": num_layers}
+    shape |= changes
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**shape)).float().eval()
     with torch.no_grad():
