@@ -14,7 +14,8 @@ their number (weak scaling), one a step. Validation and checkpoints are left out
 - peak_gib: GPU memory of the fullest rank, from building the model on; peak_gib_of_ranks: of each;
 - data_wait: share of time in which a step waited for data.
 
-A group of ranks trains one stage after the other, to start once. One that has no row within
+A group of ranks trains one stage after the other, to start once, and groups import what they need
+before their turn. One that has no row within
 `--limit` seconds, or that fails, is ended; the stage it was at is recorded with the reason, and the
 rest goes on in a new group. The file is written after every row.
 """
@@ -22,6 +23,7 @@ rest goes on in a new group. The file is written after every row.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -30,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,93 +55,94 @@ COLUMNS = (
 )  # fmt: skip
 
 
+Rows = Iterator[dict[str, Any]]
+
+
 class Failed(RuntimeError):
     """A group of ranks died or was ended."""
 
 
-@contextmanager
-def group(ranks: int, job: dict[str, Any], logs: Path, env: dict[str, str]) -> Iterator[list[Any]]:
-    """Processes of so many ranks; all are gone afterwards."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    processes = []
-    try:
+class Group:
+    """Processes of so many ranks, which wait for their job once they have imported everything."""
+
+    def __init__(self, ranks: int, work: Path, threads: int) -> None:
+        self.ranks = ranks
+        self.logs = Path(tempfile.mkdtemp(prefix=f"ranks-{ranks}-", dir=work))
+        self.processes: list[subprocess.Popen[str]] = []
+        sizes = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
         for rank in range(ranks):
-            with (logs / f"rank-{rank}.txt").open("wb") as output:
-                processes.append(
+            with self.log(rank).open("wb") as output:
+                self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(ROOT / "bench" / "scaling_rank.py"), json.dumps(job)],
-                        env={**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=die_with_parent,
-                    )  # fmt: skip
-                )
-        yield processes
-    finally:
-        for process in processes:
-            end(process.pid, grace_s=1.0)
-            process.wait()
+                        [sys.executable, str(ROOT / "bench" / "scaling_rank.py")],
+                        env={**os.environ, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, text=True,
+                        start_new_session=True, preexec_fn=die_with_parent,
+                    )
+                )  # fmt: skip
 
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.txt"
 
-def rows_of(
-    ranks: int, runs: dict[str, list[str]], args: argparse.Namespace, work: Path, until: float
-) -> Iterator[dict[str, Any]]:
-    """What a group of ranks measures, as it comes.
+    def rows(self, runs: dict[str, list[str]], args: argparse.Namespace, until: float) -> Rows:
+        """Do the job; a row for each run, as it comes.
 
-    Raises:
-        Failed: a rank died, no row came within the limit, or it is `until` (monotonic seconds).
-    """
-    logs = Path(tempfile.mkdtemp(prefix=f"ranks-{ranks}-", dir=work))
-    rows = logs / "rows.jsonl"
-    job = {"runs": runs, "warm_up": args.warm_up, "steps": args.steps, "rows": str(rows)}
-    threads = max(1, (os.cpu_count() or 1) // max(args.ranks))
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    seen, last = 0, time.monotonic()
-    with group(ranks, job, logs, env) as processes:
+        Raises:
+            Failed: a rank ended, no row came within the limit, or it is `until` (monotonic
+                seconds).
+        """
+        rows = self.logs / "rows.jsonl"
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
+        job = {"runs": runs, "warm_up": args.warm_up, "steps": args.steps, "rows": str(rows)}
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
+                process.stdin.write(json.dumps({**job, "env": env}) + "\n")
+                process.stdin.flush()
+        seen, last = 0, time.monotonic()
         while seen < len(runs):
             # states first: what a rank wrote before it ended is then there to be read
-            dead = [i for i, p in enumerate(processes) if p.poll() not in (None, 0)]
-            ended = all(p.poll() is not None for p in processes)
-            lines = rows.read_text().splitlines() if rows.exists() else []
-            for line in lines[seen:]:
+            ended = [rank for rank, p in enumerate(self.processes) if p.poll() is not None]
+            for line in (rows.read_text() if rows.exists() else "").splitlines()[seen:]:
                 yield json.loads(line)
                 seen, last = seen + 1, time.monotonic()
-            if seen == len(runs):
-                return
-            if dead or ended:
-                where = dead[0] if dead else 0
-                raise Failed(f"rank {where} ended. {tail(logs / f'rank-{where}.txt', 25)}")
-            if time.monotonic() - last > args.limit or time.monotonic() > until:
-                spent = time.monotonic() - last
-                raise Failed(f"no row after {spent:.0f} s. {tail(logs / 'rank-0.txt', 25)}")
+            waited = time.monotonic() - last
+            if seen < len(runs) and ended:
+                raise Failed(f"rank {ended[0]} ended. {tail(self.log(ended[0]), 25)}")
+            if seen < len(runs) and (waited > args.limit or time.monotonic() > until):
+                raise Failed(f"no row after {waited:.0f} s. {tail(self.log(0), 25)}")
             time.sleep(0.2)
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                end(process.pid, grace_s=1.0)
+                process.wait()
 
 
 def measured(
-    ranks: int, runs: dict[str, list[str]], args: argparse.Namespace, work: Path, until: float
-) -> Iterator[dict[str, Any]]:
+    group: Group, runs: dict[str, list[str]], args: argparse.Namespace, until: float
+) -> Rows:
     """A row for every run: its figures, or why there are none."""
     left = dict(runs)
-    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
-        reason = f"{torch.cuda.device_count()} GPUs are visible"
-        yield from ({"name": name, "error": reason} for name in left)
-        return
     while left:
-        if time.monotonic() > until:
-            yield from ({"name": name, "error": "no time left"} for name in left)
-            return
         try:
-            for row in rows_of(ranks, left, args, work, until):
+            for row in group.rows(left, args, until):
                 yield row
                 left = {name: run for name, run in left.items() if name != row["name"]}
         except Failed as failure:
             name = next(iter(left))
             yield {"name": name, "error": str(failure)}
             del left[name]
+        finally:
+            group.end()
+        if left and time.monotonic() > until:
+            yield from ({"name": name, "error": "no time left"} for name in left)
+            return
+        if left:
+            group = Group(group.ranks, group.logs.parent, args.threads)
 
 
 def entry(ranks: int, row: dict[str, Any], table: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,6 +183,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="shapes for a CPU")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()  # fmt: skip
+    visible = torch.cuda.device_count()
+    if torch.cuda.is_available() and max(args.ranks) > visible:
+        parser.error(f"--ranks {max(args.ranks)}: {visible} GPUs are visible")
+    args.threads = max(1, (os.cpu_count() or 1) // max(args.ranks))
     args.shape = SHAPES["llama-3.1-8b"]
     if args.small:
         args.shape, args.draft_vocab, args.ttt = SMALL, 512, 3
@@ -193,8 +199,11 @@ def main() -> None:
     started = time.monotonic()
     until = started + args.total_limit
     table: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         work = Path(scratch)
+        groups = {ranks: Group(ranks, work, args.threads) for ranks in args.ranks}
+        for group in groups.values():
+            stack.callback(group.end)
         target = target_without_layers(work / "target", args.shape, args.model)
         tokens = random_store(
             work / "store", target, args.codec, args.store_tokens, tuple(args.lengths)
@@ -213,12 +222,12 @@ def main() -> None:
         ]  # fmt: skip
         if not torch.cuda.is_available():
             common.append("deepspeed.bf16.enabled=false")  # 70 times slower without its own units
-        for ranks in args.ranks:
+        for ranks, group in groups.items():
             runs = {}
             for stage in args.deepspeed:
                 folder = run_folder(work, f"{stage}-{ranks}", work / "store")
                 runs[stage] = [f"deepspeed={stage}", *folder, *common]
-            for row in measured(ranks, runs, args, work, until):
+            for row in measured(group, runs, args, until):
                 table.append(entry(ranks, row, table))
                 write_json(args.out, [row | facts for row in table])
                 print_line(json.dumps(table[-1]))

@@ -1,13 +1,15 @@
-"""One rank of `bench/scaling.py`: `python bench/scaling_rank.py JOB`, JOB as JSON.
+"""One rank of `bench/scaling.py`, which starts it and, when its turn comes, sends a line of JSON:
 
-{"runs": {name: overrides}, "warm_up": steps, "steps": steps, "rows": file}: trains each in turn,
-and rank 0 appends a line to the file after each.
+{"runs": {name: overrides}, "warm_up": steps, "steps": steps, "rows": file, "env": {name: value}}
+
+It trains each run in turn, and rank 0 appends a line to the file after each.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -16,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401  # takes seconds, which would else be part of its turn
 import torch
 import torch.distributed as dist
 
@@ -103,7 +106,8 @@ def together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    job = json.loads(sys.stdin.readline())
+    os.environ |= job["env"]
     console.setup()
     world = World.join()
     for name, overrides in job["runs"].items():
