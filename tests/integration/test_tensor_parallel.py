@@ -6,6 +6,7 @@ On the CPU engine in float32, and on two GPUs in bf16 where there are some.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import struct
 import time
@@ -29,6 +30,7 @@ from tests.integration import tiny_models
 from tests.integration.conftest import CHUNK, CPU_ARGS
 from tests.integration.test_families import make_samples
 
+log = logging.getLogger(__name__)
 pytestmark = pytest.mark.server
 AUX_LAYERS = [1, 3, 5]
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17, 300, 33, 7, 129]
@@ -53,7 +55,9 @@ IN_MOVED_TO = 0x80
 class Engine:
     """What servers run on.
 
-    tolerance: of a sample's states, norm of the difference over norm of the states.
+    tolerance: of a sample's states, norm of the difference over norm of the states. In bf16 halves
+    that are summed move these layers by up to 0.014 in Hugging Face's forward, other groups of
+    prompts by as much again; the layer next to one differs by 0.4 and more.
     """
 
     args: dict[str, Any]
@@ -72,7 +76,7 @@ ENGINES = [
         ],
     ),
     pytest.param(
-        Engine(args=GPU_ARGS, tolerance=0.03),
+        Engine(args=GPU_ARGS, tolerance=0.05),
         id="gpu",
         marks=[
             pytest.mark.gpu,
@@ -207,19 +211,20 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def test_two_ranks_capture_what_one_captures(pair: Pair) -> None:
     """Each layer and the final states of each sample; the tokens to the last one."""
+    worst = 0.0
     for sample, one, two in zip(pair.samples, pair.one.records, pair.two.records, strict=True):
-        length = len(sample.input_ids)
         for record in (one, two):
             assert record["input_ids"].tolist() == sample.input_ids.tolist()
-            assert len(record["aux.values"]) == len(record["final.values"]) == length
-        layers = zip(
-            two["aux.values"].chunk(len(AUX_LAYERS), 1),
-            one["aux.values"].chunk(len(AUX_LAYERS), 1),
-            strict=True,
-        )
-        for layer, (found, wanted) in zip(AUX_LAYERS, layers, strict=True):
-            assert distance(found, wanted) < pair.tolerance, (sample.id, layer)
-        assert distance(two["final.values"], one["final.values"]) < pair.tolerance, sample.id
+            rows = [len(record["aux.values"]), len(record["final.values"])]
+            assert rows == [len(sample.input_ids)] * 2
+        parts = [
+            (*record["aux.values"].chunk(len(AUX_LAYERS), 1), record["final.values"])
+            for record in (two, one)
+        ]
+        for layer, found, wanted in zip([*AUX_LAYERS, "final"], *parts, strict=True):
+            assert (apart := distance(found, wanted)) < pair.tolerance, (sample.id, layer)
+            worst = max(worst, apart)
+    log.info("two ranks against one: %.2g at most, %.2g allowed", worst, pair.tolerance)
 
 
 def test_the_ranks_did_split_the_work(pair: Pair) -> None:
