@@ -36,6 +36,7 @@ class Batch:
         aux: concatenated aux hidden states [N, num_aux * hidden_size].
         final: post-norm final hidden states of the rows some teacher needs [M, hidden_size].
         final_index: row of `final` that belongs to each row, -1 where there is none [N], int64.
+        row_weights: factor of each row's losses, float32 [N]; None where all are 1.
         layout: row order of the fast path, made on the way to a GPU; None without one.
     """
 
@@ -45,6 +46,7 @@ class Batch:
     aux: Tensor
     final: Tensor
     final_index: Tensor
+    row_weights: Tensor | None = None
     layout: Layout | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
@@ -60,7 +62,7 @@ class Batch:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
-                states = value.is_floating_point()
+                states = item.name in ("aux", "final")
                 moved[item.name] = value.to(device, dtype if states else None, non_blocking=True)
         return Batch(**moved)
 

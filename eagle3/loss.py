@@ -107,9 +107,10 @@ class _LmHeadLoss(torch.autograd.Function):
         teacher_logits: Tensor,
         teacher_rows: Tensor,
         kind: str,
+        row_weights: Tensor | None,
         need_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        loss = _wide(hidden.new_zeros(()))
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss, plain_loss = (_wide(hidden.new_zeros(())) for _ in range(2))
         top1 = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_grad else None
         grad_weight = _wide(torch.zeros_like(weight)) if need_grad else None
@@ -118,39 +119,49 @@ class _LmHeadLoss(torch.autograd.Function):
             logits = wide_product(hidden[part], weight.T)
             top1[part] = logits.argmax(dim=-1)
             p = _wide(teacher_logits[teacher_rows[part]]).softmax(dim=-1)
-            chunk_loss, grad_logits = _loss_and_gradient(kind, p, logits, need_grad)
+            weights = None if row_weights is None else row_weights[part]
+            found = _loss_and_gradient(kind, p, logits, weights, need_grad)
+            chunk_loss, chunk_plain_loss, grad_logits = found
             loss += chunk_loss
+            plain_loss += chunk_plain_loss
             if grad_hidden is not None and grad_weight is not None and grad_logits is not None:
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] = grad_logits @ weight
                 grad_weight.addmm_(_wide(grad_logits.T), _wide(hidden[part]))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(top1)
-        return loss, top1
+        ctx.mark_non_differentiable(top1, plain_loss)
+        return loss, top1, plain_loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
             (grad_weight * grad_loss).to(ctx.weight_dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
 def _loss_and_gradient(
-    kind: str, p: Tensor, logits: Tensor, need_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk and its gradient in the logits [r, V]."""
+    kind: str, p: Tensor, logits: Tensor, weights: Tensor | None, need_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weighted and plain sum of a chunk's losses, and the first one's gradient in the logits."""
     if kind == "soft_ce":  # the gradient is q - p
         log_q = logits.log_softmax(dim=-1)
-        loss = -torch.dot(p.flatten(), log_q.flatten())
-        return loss, log_q.exp_().sub_(p) if need_grad else None
+        loss = plain_loss = -torch.dot(p.flatten(), log_q.flatten())
+        if weights is not None:
+            loss = (weights * _soft_ce(p, log_q)).sum()
+        grad = log_q.exp_().sub_(p) if need_grad else None
+        if weights is not None and grad is not None:
+            grad *= weights[:, None]
+        return loss, plain_loss, grad
     with torch.set_grad_enabled(need_grad):
         logits = logits.detach().requires_grad_(need_grad)
-        loss = LOSSES[kind](p, logits.log_softmax(dim=-1)).sum()
-        return loss.detach(), torch.autograd.grad(loss, logits)[0] if need_grad else None
+        rows = LOSSES[kind](p, logits.log_softmax(dim=-1))
+        loss = (rows if weights is None else weights * rows).sum()
+        grad = torch.autograd.grad(loss, logits)[0] if need_grad else None
+        return loss.detach(), rows.detach().sum(), grad
 
 
 def lm_head_loss(
@@ -159,19 +170,24 @@ def lm_head_loss(
     teacher_logits: Tensor,
     teacher_rows: Tensor,
     kind: str = "soft_ce",
-) -> tuple[Tensor, Tensor]:
+    row_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss and the drafter's choices, without ever holding all logits.
 
     Args:
         hidden: normed drafter states [R, H]. weight: drafter lm_head [V, H].
         teacher_logits: [M, V]; row i of `hidden` is taught by row `teacher_rows[i]` of it.
         kind: one of LOSSES.
+        row_weights: factor of each row's loss [R]; None for 1.
 
     Returns:
-        The sum over rows (float32 at least), and the top-1 draft id of each row [R].
+        The weighted sum over rows (float32 at least), the top-1 draft id of each row [R], and the
+        sum without weights, which has no gradient.
     """
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LmHeadLoss.apply(hidden, weight, teacher_logits, teacher_rows, kind, need_grad)
+    return _LmHeadLoss.apply(
+        hidden, weight, teacher_logits, teacher_rows, kind, row_weights, need_grad
+    )
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -43,9 +43,10 @@ class Step:
 class TTTOutput:
     """Sums over one batch; divide after adding up batches and ranks.
 
-    loss: what to differentiate. step_loss: summed loss of each step [K].
-    rows: supervised rows of each step [K]. accepted: rows at which the drafts of steps 0..k all
-    match the target's choice [K], None unless `score` was asked for.
+    loss: what to differentiate; the only one in which the rows' weights count.
+    step_loss: summed loss of each step [K]. rows: supervised rows of each step [K]. accepted: rows
+    at which the drafts of steps 0..k all match the target's choice [K], None unless `score` was
+    asked for.
     """
 
     loss: Tensor
@@ -140,11 +141,11 @@ class TTTModel(nn.Module):
         self._told: set[str] = set()
 
     def forward(self, batch: Batch, scale: Tensor, score: bool) -> TTTOutput:
-        """Loss sum_k w_k * scale_k * (summed loss of step k).
+        """Loss sum_k w_k * scale_k * (sum of step k's losses, times the rows' weights).
 
         Args:
-            scale: factor of each step's sum [K]; one over its supervised rows gives the mean. The
-                caller knows how many there are in the whole optimizer step, over ranks and batches.
+            scale: factor of each step's sum [K]; one over its `supervised_weight` gives the mean.
+                The caller knows that of the whole optimizer step, over ranks and batches.
             score: also count accepted drafts, which costs the target's whole lm_head.
 
         Raises:
@@ -165,11 +166,11 @@ class TTTModel(nn.Module):
         loss = torch.zeros((), device=device)
         for k, step in enumerate(unroll(self.drafter, batch, num_steps)):
             teacher_rows = batch.final_index[step.rows + 1 + k]
-            summed, choice = lm_head_loss(
-                step.states, self.drafter.lm_head.weight, taught.logits, teacher_rows, self.loss
-            )
+            summed, choice, step_loss[k] = lm_head_loss(
+                step.states, self.drafter.lm_head.weight, taught.logits, teacher_rows, self.loss,
+                None if batch.row_weights is None else batch.row_weights[step.rows],
+            )  # fmt: skip
             loss = loss + self.step_weights[k] * scale[k] * summed
-            step_loss[k] = summed.detach()
             rows[k] = step.rows.numel()
             if taught.top1 is not None:
                 matched[step.rows] &= choice == taught.top1[teacher_rows]
@@ -199,3 +200,19 @@ def supervised_rows(batch: Batch, num_steps: int) -> Tensor:
         return batch.layout.counts(num_steps)
     depth = depths(batch)
     return torch.stack([(depth > k).sum() for k in range(num_steps)])
+
+
+def supervised_weight(batch: Batch, num_steps: int) -> Tensor:
+    """Sum of the weights of each step's supervised rows [K], float64: what makes a sum a mean."""
+    if batch.row_weights is None:
+        return supervised_rows(batch, num_steps).double()
+    sums = torch.zeros(num_steps, dtype=torch.float64, device=batch.row_weights.device)
+    if batch.layout is None:
+        depth = depths(batch)
+        parts = [batch.row_weights[depth > k] for k in range(num_steps)]
+    else:  # which knows how many rows there are: nothing asks the GPU
+        weights = batch.row_weights[batch.layout.rows]
+        parts = [weights[:size] for size in batch.layout.sizes[:num_steps]]
+    for k, part in enumerate(parts):
+        sums[k] = part.sum(dtype=torch.float64)
+    return sums

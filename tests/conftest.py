@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ def make_batch(
         final=random[needed, -config.hidden_size :].to(dtype),
         final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
     )
+
+
+def weighted(batch: Batch) -> Batch:
+    """The batch with weights from 0.5 to 2, of a document each."""
+    own = 0.5 + torch.arange(len(batch.doc_starts) - 1).roll(1) % 4 / 2
+    return replace(batch, row_weights=own[batch.doc_of_row()])
 
 
 def ragged_masks() -> list[list[int]]:

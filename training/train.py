@@ -24,7 +24,7 @@ from eagle3.flops import useful_flops
 from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
-from eagle3.ttt import supervised_rows
+from eagle3.ttt import supervised_weight
 from training import checkpoint, optimizer, schedule
 from training import engine as engines
 from training.data import BatchPlan, Loaded, Split, prefetch
@@ -119,13 +119,13 @@ class Trainer:
     def _optimizer_step(self, window: list[Loaded], score: bool) -> torch.Tensor:
         """One step over a window of micro-batches; returns summed [loss, rows, accepted] [3, K].
 
-        Step k's loss is the mean over all rows it supervises in the window, on every rank:
+        Step k's loss is the weighted mean over all rows it supervises in the window, on every rank:
         DeepSpeed averages gradients over ranks and micro-batches, so the sums are scaled back up by
-        both.
+        both. The returned sums are without weights.
         """
         num_ttt = self.config.train.ttt_steps
-        counts = self.world.sum(sum(supervised_rows(x.batch, num_ttt) for x in window).double())
-        scale = (self.world.size * len(window) / counts.clamp(min=1)).float()
+        weight = self.world.sum(sum(supervised_weight(x.batch, num_ttt) for x in window))
+        scale = (self.world.size * len(window) / weight.masked_fill(weight == 0, 1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(
             self.engine.optimizer, learning_rate(self.step, self.num_steps, self.config.optimizer)

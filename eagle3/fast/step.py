@@ -100,10 +100,13 @@ class _FastTTT(torch.autograd.Function):
             return zeros.sum(), zeros, top1
         unroll = Unroll(drafter, batch, layout, len(weights), fp8)
         states = unroll.forward()
-        row_weights = [w.expand(n) for w, n in zip(weights, layout.sizes, strict=False)]
+        row_weights = torch.cat([w.expand(n) for w, n in zip(weights, layout.sizes, strict=False)])
+        if batch.row_weights is not None:
+            own = batch.row_weights[layout.rows]
+            row_weights *= torch.cat([own[:n] for _, n in _steps(layout, len(weights))])
         row_loss, top1, grad_lm_head = lm_head_loss(
             states, drafter.lm_head.weight, taught.logits, _teacher_rows(batch, layout, unroll),
-            torch.cat(row_weights), kind, need_grad,
+            row_weights, kind, need_grad,
         )  # fmt: skip
         step_loss = torch.zeros(len(weights), device=states.device)
         for k, part in enumerate(unroll.parts):
@@ -112,7 +115,11 @@ class _FastTTT(torch.autograd.Function):
             ctx.unroll, ctx.grad_states, ctx.grad_lm_head = unroll, states, grad_lm_head
             ctx.names, ctx.dtypes = names, [p.dtype for p in parameters]
         ctx.mark_non_differentiable(step_loss, top1)
-        return (step_loss * torch.stack(weights)).sum(), step_loss, top1
+        if batch.row_weights is None:
+            loss = (step_loss * torch.stack(weights)).sum()
+        else:
+            loss = (row_loss * row_weights).sum()
+        return loss, step_loss, top1
 
     @staticmethod
     @once_differentiable

@@ -50,31 +50,45 @@ def naive_logits(drafter: Drafter, batch: Batch, num_steps: int) -> list[Tensor]
     return all_logits
 
 
-def naive_sums(
+def naive_losses(
     drafter: Drafter, lm_head: Tensor, batch: Batch, num_steps: int, kind: str = "soft_ce"
-) -> tuple[list[Tensor], list[int], list[int]]:
-    """Summed loss, supervised rows and accepted rows of each step."""
-    sums, counts, accepted = [], [], []
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Supervised rows of each step, their losses, and how many of them are accepted."""
+    found, losses, accepted = [], [], []
     inside = drafter.vocab.target_ids
     alive = torch.ones(batch.num_rows, dtype=torch.bool)
     for k, logits in enumerate(naive_logits(drafter, batch, num_steps)):
         rows = torch.tensor(supervised(batch, k), dtype=torch.int64)
         target_logits = batch.final[batch.final_index[rows + 1 + k]] @ lm_head.T
         p = target_logits[:, inside].softmax(dim=-1)
-        sums.append(LOSSES[kind](p, logits[rows].log_softmax(dim=-1)).sum())
+        losses.append(LOSSES[kind](p, logits[rows].log_softmax(dim=-1)))
         alive[rows] &= inside[logits[rows].argmax(dim=-1)] == target_logits.argmax(dim=-1)
-        counts.append(len(rows))
+        found.append(rows)
         accepted.append(int(alive[rows].sum()))
-    return sums, counts, accepted
+    return found, losses, accepted
+
+
+def naive_sums(
+    drafter: Drafter, lm_head: Tensor, batch: Batch, num_steps: int, kind: str = "soft_ce"
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """Summed loss, supervised rows and accepted rows of each step."""
+    rows, losses, accepted = naive_losses(drafter, lm_head, batch, num_steps, kind)
+    return [x.sum() for x in losses], [len(r) for r in rows], accepted
 
 
 def naive_loss(
     drafter: Drafter, lm_head: Tensor, batch: Batch, weights: list[float], kind: str = "soft_ce"
 ) -> tuple[Tensor, list[int], list[int]]:
-    """Loss with every step averaged over its rows; supervised rows and accepted rows per step."""
-    sums, counts, accepted = naive_sums(drafter, lm_head, batch, len(weights), kind)
-    means = [s / max(n, 1) for s, n in zip(sums, counts, strict=True)]
-    return sum(w * m for w, m in zip(weights, means, strict=True)), counts, accepted
+    """Loss with every step averaged over its rows, by their weights; supervised rows and accepted
+    rows per step."""
+    rows, losses, accepted = naive_losses(drafter, lm_head, batch, len(weights), kind)
+    own = [1.0] * batch.num_rows if batch.row_weights is None else batch.row_weights.tolist()
+    total = torch.zeros((), dtype=batch.aux.dtype)
+    for weight, step_rows, step_losses in zip(weights, rows, losses, strict=True):
+        factors = [own[t] for t in step_rows.tolist()]
+        for factor, loss in zip(factors, step_losses, strict=True):
+            total = total + weight * factor * loss / sum(factors)
+    return total, [len(r) for r in rows], accepted
 
 
 def documents(batch: Batch) -> list[Batch]:
@@ -91,6 +105,7 @@ def documents(batch: Batch) -> list[Batch]:
                 aux=batch.aux[start:end],
                 final=batch.final[index[needed]],
                 final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
+                row_weights=None if batch.row_weights is None else batch.row_weights[start:end],
             )
         )
     return found

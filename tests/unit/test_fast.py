@@ -7,6 +7,7 @@ replaced by its plain reference; that leaves the GPU's own arithmetic to the tes
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from eagle3.fast import layout as layouts
 from eagle3.fast import loss as losses
 from eagle3.fast.step import fast_ttt
 from eagle3.loss import LOSSES, Teacher
-from eagle3.ttt import TTTModel, TTTOutput, supervised_rows, unroll
-from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter
+from eagle3.ttt import TTTModel, TTTOutput, supervised_rows, supervised_weight, unroll
+from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter, weighted
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 GPU = torch.cuda.is_available()
@@ -38,8 +39,8 @@ def reference(
     with monkeypatch.context() as patch:
         patch.setattr(fast, "obstacle", lambda *_: "a test")
         moved = batch.to(DEVICE, dtype)
-        rows = supervised_rows(moved, len(model.step_weights))
-        output = model(moved, 1.0 / rows.clamp(min=1).double(), score=True)
+        total = supervised_weight(moved, len(model.step_weights))
+        output = model(moved, 1.0 / total.masked_fill(total == 0, 1), score=True)
         output.loss.backward()
     return output, gradients(model)
 
@@ -91,14 +92,26 @@ def test_other_losses_equal_the_plain_path(kind: str, monkeypatch: pytest.Monkey
     compare_with_the_plain_path(64, {}, kind, monkeypatch)
 
 
+@pytest.mark.skipif(GPU, reason="in Triton's interpreter")
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_weighted_documents_equal_the_plain_path(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_with_the_plain_path(64, {}, kind, monkeypatch, weighted)
+
+
 def compare_with_the_plain_path(
-    min_gap: int, shape: dict, kind: str, monkeypatch: pytest.MonkeyPatch
+    min_gap: int,
+    shape: dict,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> None:
     monkeypatch.setattr(layouts, "MIN_GAP", min_gap)
     drafter, lm_head = tiny_drafter(**shape)
     weights = [0.8**k for k in range(4)]
     model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), weights, kind)
-    batch = make_batch(small_masks(), drafter.config)
+    batch = prepare(make_batch(small_masks(), drafter.config))
     if kind not in JUMPING:  # they have no gradient where teacher and drafter are the same
         batch = agreeing(batch, model)
     expected, expected_grads = reference(model, batch, torch.float64, monkeypatch)
@@ -108,7 +121,7 @@ def compare_with_the_plain_path(
     batch = batch.to("cpu", torch.float32)
     batch.layout = laid_out(batch)
     taught = model.teacher(batch.final, top1=True)
-    scale = 1.0 / supervised_rows(batch, 4)
+    scale = 1.0 / supervised_weight(batch, 4)
     output = fast_ttt(drafter, batch, taught, weights, scale, kind)
     (3 * output.loss).backward()
     assert output.rows.tolist() == expected.rows.tolist()

@@ -15,12 +15,37 @@ def test_fused_equals_reference(rows: int, kind: str, monkeypatch: pytest.Monkey
     weight = torch.randn(50, 24, dtype=torch.float64, requires_grad=True)
     teacher_logits = torch.randn(rows + 5, 50, dtype=torch.float64)
     teacher_rows = torch.randperm(rows + 5)[:rows]
-    summed, top1 = lm_head_loss(hidden, weight, teacher_logits, teacher_rows, kind)
+    summed, top1, _ = lm_head_loss(hidden, weight, teacher_logits, teacher_rows, kind)
     expected = loss_reference(hidden, weight, teacher_logits[teacher_rows], kind)
     torch.testing.assert_close(summed, expected, rtol=1e-12, atol=0)
     assert torch.equal(top1, (hidden @ weight.T).argmax(-1))
     found = torch.autograd.grad(3.0 * summed, (hidden, weight))
     wanted = torch.autograd.grad(3.0 * expected, (hidden, weight))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_rows_weigh_what_they_should(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the loss of one row after another; the sum without weights is what it was."""
+    monkeypatch.setattr(loss, "CHUNK_ROWS", 4)
+    torch.manual_seed(0)
+    hidden = torch.randn(9, 24, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 24, dtype=torch.float64, requires_grad=True)
+    teacher_logits = torch.randn(9, 50, dtype=torch.float64)
+    row_weights = torch.tensor([0.5, 2.0, 1.0, 1e-6, 1e6, 0.25, 1.0, 3.0, 1.5])
+    rest = weight, teacher_logits, torch.arange(9), kind
+    summed, _, plain = lm_head_loss(hidden, *rest, row_weights)
+    assert torch.equal(plain, lm_head_loss(hidden, *rest)[0]) and not plain.requires_grad
+    expected = torch.zeros((), dtype=torch.float64)
+    for i, factor in enumerate(row_weights.double()):
+        one = slice(i, i + 1)
+        expected = expected + factor * loss_reference(
+            hidden[one], weight, teacher_logits[one], kind
+        )
+    torch.testing.assert_close(summed, expected, rtol=1e-12, atol=0)
+    found = torch.autograd.grad(summed, (hidden, weight))
+    wanted = torch.autograd.grad(expected, (hidden, weight))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -33,7 +58,7 @@ def test_bf16_gradients_are_within_one_percent_of_float64(kind: str) -> None:
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
     expected = torch.autograd.grad(loss_reference(*exact, teacher_logits.double(), kind), exact)
     rounded = [t.requires_grad_() for t in (hidden, weight)]
-    summed, _ = lm_head_loss(*rounded, teacher_logits, torch.arange(256), kind)
+    summed, _, _ = lm_head_loss(*rounded, teacher_logits, torch.arange(256), kind)
     for found, wanted in zip(torch.autograd.grad(summed, rounded), expected, strict=True):
         assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eagle3 import loss
+from eagle3.batch import Batch
 from eagle3.decode import ChainDrafter
 from eagle3.loss import LOSSES, Teacher
-from eagle3.ttt import TTTModel, supervised_rows, unroll
-from tests.conftest import make_batch, ragged_masks, small_masks, tiny_drafter
+from eagle3.ttt import TTTModel, supervised_rows, supervised_weight, unroll
+from tests.conftest import laid_out, make_batch, ragged_masks, small_masks, tiny_drafter, weighted
 from tests.unit.naive import documents, naive_logits, naive_loss, naive_sums, supervised
 
 OPTIONS = [
@@ -50,6 +53,72 @@ def test_every_loss_equals_the_naive_form(kind: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}], ids=str)
+def test_weighted_documents_equal_the_naive_weighted_mean(options: dict, kind: str) -> None:
+    drafter, lm_head = tiny_drafter(**options)
+    batch = weighted(make_batch(small_masks(), drafter.config))
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.7, 0.5], kind)
+
+    def loss_and_gradients(scale: torch.Tensor, of: Batch) -> tuple[torch.Tensor, ...]:
+        output = model(of, scale, score=True)
+        return output.loss, *torch.autograd.grad(output.loss, parameters)
+
+    expected, counts, accepted = naive_loss(drafter, lm_head, batch, model.step_weights, kind)
+    wanted = (expected, *torch.autograd.grad(expected, parameters))
+    found = loss_and_gradients(1.0 / supervised_weight(batch, 3), batch)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+    plain = replace(batch, row_weights=None)
+    unweighted = loss_and_gradients(1.0 / supervised_weight(plain, 3), plain)
+    assert not torch.allclose(unweighted[1], wanted[1], rtol=0.01)
+
+    # only ratios count; 4 is a power of two, so that not a bit changes
+    more = replace(batch, row_weights=4 * batch.row_weights)
+    for a, b in zip(loss_and_gradients(1.0 / supervised_weight(more, 3), more), found, strict=True):
+        assert torch.equal(a, b)
+    # what is reported counts rows
+    ones = torch.ones(3, dtype=torch.float64)
+    reported, before = model(batch, ones, score=True), model(plain, ones, score=True)
+    assert torch.equal(reported.step_loss, before.step_loss)
+    assert reported.rows.tolist() == counts and reported.accepted.tolist() == accepted
+
+
+def test_micro_batches_of_any_cut_add_up_to_the_whole() -> None:
+    """Each with the scale of all, as accumulation and ranks have it; some have no weights."""
+    drafter, lm_head = tiny_drafter()
+    whole = weighted(make_batch(small_masks(), drafter.config))
+    parts = [
+        replace(part, row_weights=None) if (part.row_weights == 1).all() else part
+        for part in documents(whole)
+    ]
+    assert {part.row_weights is None for part in parts} == {True, False}
+    expected, _, _ = naive_loss(drafter, lm_head, whole, [1.0, 0.7])
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.7])
+    scale = 1.0 / sum(supervised_weight(part, 2) for part in parts)
+    total = sum(model(part, scale, score=False).loss for part in parts)
+    torch.testing.assert_close(total, expected, rtol=1e-10, atol=0)
+    for found, wanted in zip(
+        torch.autograd.grad(total, parameters), torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_the_weight_of_a_step_is_that_of_its_supervised_rows() -> None:
+    drafter, _ = tiny_drafter()
+    batch = make_batch(small_masks(), drafter.config)
+    rows = supervised_rows(batch, 9).double()
+    assert torch.equal(supervised_weight(batch, 9), rows) and rows[-1] == 0
+    batch = weighted(batch)
+    expected = [sum(batch.row_weights[supervised(batch, k)].tolist()) for k in range(9)]
+    assert supervised_weight(batch, 9).tolist() == expected
+    batch.layout = laid_out(batch)
+    assert supervised_weight(batch, 9).tolist() == expected
 
 
 LENGTHS = [
