@@ -58,7 +58,10 @@ def reencode(source: StoreReader, folder: Path, name: str) -> Encoded:
         aux, final = source.states(number)
         whole = torch.zeros(len(ids), final.shape[1])
         whole[needed_final(mask)] = final
-        sample = Sample(id=source.ids[number], input_ids=ids, loss_mask=mask, aux=aux, final=whole)
+        sample = Sample(
+            id=source.ids[number], input_ids=ids, loss_mask=mask, aux=aux, final=whole,
+            weight=float(source.weights[number]),
+        )  # fmt: skip
         kept = sample.encode(codec)
         writer.append(number, kept)
         start = time.perf_counter()

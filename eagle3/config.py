@@ -78,6 +78,8 @@ class DataConfig:
     """For `respond`: JSONL, JSON, Parquet or hub id[:subset] with prompts or conversations."""
     conversations: list[str] = field(default_factory=list)
     """For `extract`: more files with answers, beside what `respond` wrote."""
+    off_policy_weight: float = 1.0
+    """Multiplies the weights of answers that `respond` did not get from this very target."""
     split: str = "train"
     limit: int | None = None
     """Rows `extract` takes from each source."""

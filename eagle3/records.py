@@ -6,14 +6,14 @@ Forms, told apart by their keys: our own responses (`messages` + `output_ids`), 
 role/content), UltraChat `prompt` + `messages` or `data`, Alpaca (`instruction`/`input`/`output`),
 GSM8K (`question`/`answer`), MT-Bench `turns`, plain `prompt`. JSON Lines and JSON are read row by
 row, so that mixed types across rows cannot break a schema; Parquet and hub data sets go through
-`datasets`.
+`datasets`. A row of any form may carry `weight`, the factor of its losses in training.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
 }  # fmt: skip
+
+
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Only ratios of weights matter; float32 has room for these, and for their sums."""
 
 
 class RowError(ValueError):
@@ -46,6 +50,7 @@ class Record:
     output_ids: list[int] | None = None
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
+    weight: float = 1.0
 
     @property
     def prompt(self) -> list[Message]:
@@ -63,46 +68,55 @@ def read(
         The usable records in order and the number of skipped rows by reason.
 
     Raises:
-        UserError: nothing there, or nothing usable in it.
+        UserError: nothing there, nothing usable in it, or a weight that is none.
     """
     records: list[Record] = []
     skipped: Counter[str] = Counter()
-    for number, row in enumerate(_rows(path, split)):
+    for number, (place, row) in enumerate(_rows(path, split)):
         if limit is not None and len(records) >= limit:
             break
         try:
             records.append(parse(row, number))
         except RowError as error:
             skipped[str(error)] += 1
+        except UserError as error:
+            raise UserError(f"{path}, {place}: {error}") from error
     if not records:
         raise UserError(f"no usable row in {path}; skipped: {dict(skipped)}")
     return records, skipped
 
 
-def _rows(path: str, split: str) -> Iterator[Any]:
+def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Each row, after where it is."""
     file = Path(path)
     if file.suffix == ".jsonl":
         _require(file)
         with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        yield json.loads(line)
+                        row = json.loads(line)
                     except json.JSONDecodeError:
-                        yield None
+                        row = None
+                    yield f"line {number}", row
     elif file.suffix == ".json":
         _require(file)
         data = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-        yield from data if isinstance(data, list) else [data]
+        yield from _numbered(data if isinstance(data, list) else [data])
     else:
         import datasets
 
         if file.suffix == ".parquet":
             _require(file)
-            yield from datasets.load_dataset("parquet", data_files=str(file), split="train")
+            rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
         else:
             name, _, subset = path.partition(":")
-            yield from datasets.load_dataset(name, subset or None, split=split)
+            rows = datasets.load_dataset(name, subset or None, split=split)
+        yield from _numbered(rows)
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _require(file: Path) -> None:
@@ -115,12 +129,14 @@ def parse(row: Any, number: int) -> Record:
 
     Raises:
         RowError: the row has no known form or breaks its rules.
+        UserError: its weight is none.
     """
     if not isinstance(row, dict):
         raise RowError("not a JSON object")
     id = str(row.get("id") or row.get("question_id") or row.get("uid") or f"row-{number}")
+    weight = checked_weight(row.get("weight"))
     if "input_ids" in row:
-        return _pretokenised(id, row)
+        return _pretokenised(id, row, weight)
     messages = _messages(row)
     for message in messages:
         _check_message(message)
@@ -132,15 +148,37 @@ def parse(row: Any, number: int) -> Record:
         if before["role"] == after["role"] and after["role"] != "tool":
             raise RowError("repeated role")
     return Record(
-        id=id, messages=messages, tools=_tools(row.get("tools")), output_ids=row.get("output_ids")
+        id=id,
+        messages=messages,
+        tools=_tools(row.get("tools")),
+        output_ids=row.get("output_ids"),
+        weight=weight,
     )
 
 
-def _pretokenised(id: str, row: dict[str, Any]) -> Record:
+def checked_weight(value: Any) -> float:
+    """A weight as a user gave it; None, which columns have where a row says nothing, is 1.
+
+    Raises:
+        UserError: not a number, or too small or large for one.
+    """
+    if value is None:
+        return 1.0
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and LEAST_WEIGHT <= value <= MOST_WEIGHT):
+        raise UserError(
+            f"weight {value!r} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}: correct "
+            "it, or leave out what should not count at all"
+        )
+    return float(value)
+
+
+def _pretokenised(id: str, row: dict[str, Any], weight: float) -> Record:
     ids, mask = row["input_ids"], row.get("loss_mask")
     if not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise RowError("input_ids without a loss_mask of the same length")
-    return Record(id=id, input_ids=list(ids), loss_mask=[int(bool(m)) for m in mask])
+    mask = [int(bool(m)) for m in mask]
+    return Record(id=id, input_ids=list(ids), loss_mask=mask, weight=weight)
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:

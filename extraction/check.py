@@ -67,7 +67,9 @@ class Verifier:
         needed = needed_final(loss_mask)
         kept = {k: v[needed] if k.startswith("final.") else v for k, v in states.items()}
         return Encoded(
-            id=sample.id, tensors={"input_ids": input_ids, "loss_mask": loss_mask, **kept}
+            id=sample.id,
+            tensors={"input_ids": input_ids, "loss_mask": loss_mask, **kept},
+            weight=sample.weight,
         )
 
     def _probe(self, kind: str, states: dict[str, Tensor], range_: Tensor) -> str | None:

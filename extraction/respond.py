@@ -61,7 +61,15 @@ def answer(
     }
     if record.tools:
         row["tools"] = record.tools
+    if record.weight != 1:
+        row["weight"] = record.weight
     return row
+
+
+def identity(record: Record) -> list[Any]:
+    """What another answer, or another row for it, would follow from."""
+    weight = [] if record.weight == 1 else [record.weight]
+    return [record.id, record.prompt, *weight]
 
 
 def respond(config: Config) -> Path:
@@ -75,7 +83,7 @@ def respond(config: Config) -> Path:
         kind=KIND,
         match={
             "target": target.identity(),
-            "prompts": provenance.hash_json([[r.id, r.prompt] for r in records]),
+            "prompts": provenance.hash_json([identity(r) for r in records]),
             "sampling": sampling_params(config),
             "samples_per_prompt": config.respond.samples_per_prompt,
         },

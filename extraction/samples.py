@@ -15,7 +15,7 @@ from eagle3.chat import ChatEncoder
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import NAME, Manifest, require_match
-from eagle3.records import RowError, read
+from eagle3.records import RowError, checked_weight, read
 from eagle3.target import Target
 
 log = logging.getLogger(__name__)
@@ -23,19 +23,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class TokenSample:
-    """One document to capture: token ids [T] int32 and loss mask [T] uint8."""
+    """One document to capture: token ids [T] int32 and loss mask [T] uint8; `weight` is the factor
+    of its losses in training."""
 
     id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    weight: float = 1.0
 
     @classmethod
-    def of(cls, id: str, input_ids: Sequence[int], loss_mask: Sequence[int]) -> TokenSample:
+    def of(
+        cls, id: str, input_ids: Sequence[int], loss_mask: Sequence[int], weight: float = 1.0
+    ) -> TokenSample:
         """Of any sequences; kept in 5 bytes a token, since all samples of a run are in memory."""
         return cls(
             id=id,
             input_ids=np.asarray(input_ids, dtype=np.int32),
             loss_mask=np.asarray(loss_mask, dtype=np.uint8),
+            weight=weight,
         )
 
     @property
@@ -48,7 +53,8 @@ def data_hash(samples: Sequence[TokenSample]) -> str:
     """Identity of the samples and their order."""
     hasher = hashlib.sha256()
     for sample in samples:
-        hasher.update(f"{sample.id}\0{len(sample.input_ids)}\0".encode())
+        weight = "" if sample.weight == 1 else f"*{sample.weight}"
+        hasher.update(f"{sample.id}\0{len(sample.input_ids)}{weight}\0".encode())
         hasher.update(sample.input_ids.tobytes())
         hasher.update(sample.loss_mask.tobytes())
     return hasher.hexdigest()
@@ -63,7 +69,7 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
     encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
     samples: list[TokenSample] = []
     skipped: Counter[str] = Counter()
-    for source in _sources(config, target):
+    for source, factor in _sources(config, target):
         records, unread = read(source, config.data.split, config.data.limit)
         skipped += unread
         for record in records:
@@ -83,6 +89,7 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
                             record.id if len(encoded) == 1 else f"{record.id}#{turn}",
                             part.input_ids,
                             part.loss_mask,
+                            record.weight * factor,
                         )
                     )
     if not samples:
@@ -92,12 +99,9 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
     return samples, skipped
 
 
-def _sources(config: Config, target: Target) -> list[str]:
+def _sources(config: Config, target: Target) -> list[tuple[str, float]]:
+    """Files to read, and what their rows' weights are multiplied by."""
     sources = list(config.data.conversations)
-    for source in [*sources, str(config.responses_dir / "responses.jsonl")]:
-        folder = Path(source).parent
-        if (folder / NAME).exists():
-            _require_same_text(folder, target)
     if (config.responses_dir / NAME).exists():
         sources.insert(0, str(config.responses_dir / "responses.jsonl"))
     if not sources:
@@ -105,12 +109,23 @@ def _sources(config: Config, target: Target) -> list[str]:
             f"nothing to extract: no responses in {config.responses_dir} (run `respond`) and "
             "data.conversations is empty"
         )
-    return sources
+    try:
+        off_policy = checked_weight(config.data.off_policy_weight)
+    except UserError as error:
+        raise UserError(f"data.off_policy_weight: {error}") from error
+    return [(s, 1.0 if _on_policy(Path(s).parent, target) else off_policy) for s in sources]
 
 
-def _require_same_text(folder: Path, target: Target) -> None:
-    """Responses hold token ids: they must come from a model with this tokenizer."""
-    wanted = {"tokenizer": target.identity()["tokenizer"]}
-    found = Manifest.load(folder, "responses").match["target"]
+def _on_policy(folder: Path, target: Target) -> bool:
+    """Whether this target gave the answers in a folder: `respond` left it on record there.
+
+    Raises:
+        UserError: responses of a model with another tokenizer; they hold token ids.
+    """
+    if not (folder / NAME).exists():
+        return False
+    wanted, found = target.identity(), Manifest.load(folder, "responses").match["target"]
     remedy = "Let this target answer the prompts itself (`respond` under another run_name)."
-    require_match(wanted, found, f"the responses in {folder}", remedy)
+    tokenizer = {"tokenizer": wanted["tokenizer"]}
+    require_match(tokenizer, found, f"the responses in {folder}", remedy)
+    return bool(found == wanted)

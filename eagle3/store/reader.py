@@ -69,6 +69,7 @@ class StoreReader:
         table = self.index.with_format("numpy")
         self.ids: list[str] = list(self.index["id"])
         self.lengths: np.ndarray = np.asarray(table["rows"])
+        self.weights: np.ndarray = np.asarray(table["weight"])
         self._shard, self._start = np.asarray(table["shard"]), np.asarray(table["start"])
         self._final_start = np.asarray(table["final_start"])
         self._final_rows = np.asarray(table["final_rows"])
@@ -120,6 +121,7 @@ class StoreReader:
             aux=torch.empty(0),
             final=torch.empty(0),
             final_index=torch.cat(indexes),
+            row_weights=self._row_weights(numbers),
         )
         return Packed(tokens=supervised_by(mask, tokens), states=joined, codec=self.codec)
 
@@ -138,6 +140,13 @@ class StoreReader:
     def damaged(self, number: int) -> bool:
         """Whether a sample's bytes differ from the checksum in the index."""
         return digest(self.encoded(number)) != self.index[int(number)]["sha256"]
+
+    def _row_weights(self, numbers: Sequence[int]) -> Tensor | None:
+        """Of the rows of these samples end to end [N], float32; None if all are 1."""
+        weights = self.weights[list(numbers)]
+        if (weights == 1).all():
+            return None
+        return torch.from_numpy(weights.repeat(self.lengths[list(numbers)]))
 
     def _rows(self, number: int) -> slice:
         start = int(self._start[number])
@@ -168,6 +177,9 @@ def _index(dataset: Any, path: Path) -> Any:
     import pyarrow
 
     try:
-        return dataset.from_file(str(path))
+        index = dataset.from_file(str(path))
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} is damaged: {error}") from error
+    if "weight" not in index.column_names:  # written before samples had weights
+        index = index.add_column("weight", np.ones(len(index), dtype=np.float32))
+    return index

@@ -15,13 +15,17 @@ from eagle3.store.codecs import Codec
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """One document: token ids and loss mask [T], aux [T, A * H], final (post-norm) [T, H]."""
+    """One document: token ids and loss mask [T], aux [T, A * H], final (post-norm) [T, H].
+
+    `weight` is the factor of its losses in training.
+    """
 
     id: str
     input_ids: Tensor
     loss_mask: Tensor
     aux: Tensor
     final: Tensor
+    weight: float = 1.0
 
     def encode(self, codec: Codec) -> Encoded:
         """As a store with this codec keeps it."""
@@ -33,6 +37,7 @@ class Sample:
                 "loss_mask": self.loss_mask.to(torch.uint8),
                 **codec.encode(aux=self.aux, final=final),
             },
+            weight=self.weight,
         )
 
 
@@ -41,11 +46,12 @@ class Encoded:
     """One document as it lies in a shard.
 
     tensors: input_ids int32 [T], loss_mask uint8 [T], the codec's aux.* of T rows and final.* of
-    the rows that some teacher needs.
+    the rows that some teacher needs. The weight lies in the index.
     """
 
     id: str
     tensors: dict[str, Tensor]
+    weight: float = 1.0
 
     @property
     def rows(self) -> int:

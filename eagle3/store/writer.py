@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle3 import provenance
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, write_json
@@ -170,6 +172,7 @@ class StoreWriter:
                         "final_start": final_start,
                         "final_rows": sample.final_rows,
                         "sha256": sample.sha256,
+                        "weight": np.float32(sample.weight),
                     }
                 )
                 start, final_start = start + sample.rows, final_start + sample.final_rows

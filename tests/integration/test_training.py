@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.manifest import Manifest
 from eagle3.store.reader import StoreReader
-from eagle3.store.sample import Sample
+from eagle3.store.sample import Encoded, Sample
 from eagle3.store.writer import StoreWriter, shard_paths
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
@@ -37,7 +37,7 @@ FIXED = [
 
 @pytest.fixture(scope="module")
 def store_run(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """runs_dir with a store of 30 ragged samples, some with nothing supervised."""
+    """runs_dir with a store of 30 ragged samples of three weights, some with nothing supervised."""
     from transformers import AutoModelForCausalLM
 
     runs = tmp_path_factory.mktemp("runs")
@@ -61,6 +61,7 @@ def store_run(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 loss_mask=torch.arange(length) >= prompt,
                 aux=torch.cat([states[k][0] for k in AUX], dim=-1),
                 final=states[-1][0],
+                weight=(1.0, 0.3, 2.5)[number % 3],
             ).encode(writer.codec),
         )
     writer.finish({})
@@ -155,6 +156,16 @@ def damaged_run(runs: Path) -> None:
     save_file(tensors, path)
 
 
+def weighted_run(runs: Path, name: str, factor: float | None) -> None:
+    """A run whose store has the same samples with `factor` times their weight; None: all 1."""
+    reader = StoreReader(runs / "ci" / "store")
+    writer = StoreWriter(runs / name / "store", reader.manifest, 1 << 20)
+    for number, id in enumerate(reader.ids):
+        weight = factor * float(reader.weights[number]) if factor else 1.0
+        writer.append(number, Encoded(id=id, tensors=reader.encoded(number), weight=weight))
+    writer.finish({})
+
+
 @pytest.fixture(scope="module")
 def stages(store_run: Path) -> Path:
     """The same trainings on two ranks at every stage, in float32 and in bf16, and on one rank."""
@@ -171,6 +182,9 @@ def stages(store_run: Path) -> Path:
     assert not any(errors(store_run / name) for name in two if name not in ("damaged", "full"))
     shutil.copytree(store_run / "full", store_run / "one-full")
     one = {"one": ["deepspeed=zero0", *FLOAT32, "train.accumulation=2"]}
+    for name, factor in (("fours", 4.0), ("ones", None)):
+        weighted_run(store_run, name, factor)
+        one[name + "-trained"] = [*one["one"], f"run_name={name}"]
     one["one-muon"] = [*muon, *FLOAT32, "train.accumulation=2"]
     one["one-full"] = ["deepspeed=zero0", *FULL, "train.accumulation=2"]
     wide = ["+deepspeed.data_types.grad_accum_dtype=fp32", "train.accumulation=2"]
@@ -237,6 +251,29 @@ def test_two_ranks_take_the_steps_of_one(stages: Path, stage: str) -> None:
         assert len(compared) >= 2
         for key in compared:
             assert a[key] == pytest.approx(b[key], rel=1e-3), key
+
+
+def test_only_ratios_of_weights_count(stages: Path) -> None:
+    """Four times as much, a power of two: every bit stays, of moments and metrics as well.
+
+    Where each sample weighs 1, the same samples train another drafter.
+    """
+    kinds = ["drafter", "exp_avg", "exp_avg_sq", "ema"]
+    one, fours, ones = (
+        [final_state(stages / folder, 4, kind) for kind in kinds]
+        for folder in ("one", "fours-trained", "ones-trained")
+    )
+    for a, b, c in zip(one, fours, ones, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert not all(torch.allclose(a[name], c[name], rtol=1e-2) for name in a)
+    kept = [
+        [{k: v for k, v in x.items() if k not in TIMED} for x in metrics(stages / folder)]
+        for folder in ("one", "fours-trained", "ones-trained")
+    ]
+    assert kept[0] == kept[1]
+    # the first step's loss and acceptance count rows, whatever they weigh
+    first, plain = kept[0][0], kept[2][0]
+    assert all(first[k] == plain[k] for k in ("train/loss", "train/acceptance_0"))
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "muon"])

@@ -94,6 +94,37 @@ def test_parquet_and_limit(tmp_path: Path) -> None:
     assert [r.messages[0]["content"] for r in records] == ["q0", "q1", "q2"]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "q"}, {"messages": [USER, ASSISTANT], "output_ids": [5]}, {"question": "q"},
+     {"input_ids": [1, 2], "loss_mask": [0, 1]}],
+)  # fmt: skip
+def test_rows_of_every_form_may_have_a_weight(row: dict) -> None:
+    assert parse({**row, "weight": 0.5}, 0).weight == 0.5
+    assert parse({**row, "weight": 2}, 0).weight == 2.0
+    assert parse(row, 0).weight == parse({**row, "weight": None}, 0).weight == 1.0
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "NaN", "Infinity", "1e-40", "1e39", '"0.5"', "true"])
+def test_a_weight_that_is_none_names_file_line_and_remedy(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "q"}\n\n{"prompt": "p", "weight": ' + value + "}\n")
+    with pytest.raises(UserError, match=r"rows.jsonl, line 3: weight .* correct it, or leave out"):
+        read(str(file))
+
+
+def test_a_bad_weight_in_parquet_names_the_row(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = [{"prompt": "q", "weight": 0.5}, {"prompt": "p", "weight": None}]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "good.parquet"))
+    assert [r.weight for r in read(str(tmp_path / "good.parquet"))[0]] == [0.5, 1.0]
+    rows[1]["weight"] = -0.5
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "bad.parquet"))
+    with pytest.raises(UserError, match=r"bad.parquet, row 2: weight -0.5 is not a number"):
+        read(str(tmp_path / "bad.parquet"))
+
+
 def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="no usable row"):

@@ -255,7 +255,7 @@ def capture_of(target, codec: str = "fp32", **changes):
         **codecs.get(codec).encode(**states),
         **{k: v for k, v in changes.items() if k not in states},
     }
-    return TokenSample.of("x", ids, [0, 0, 1, 1]), captured, [token]
+    return TokenSample.of("x", ids, [0, 0, 1, 1], weight=0.5), captured, [token]
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -264,7 +264,7 @@ def test_a_good_capture_becomes_a_sample(target, codec: str) -> None:
     found = Verifier(target, 3, codecs.get(codec)).check(sample, captured, output)
     assert isinstance(found, Encoded)
     assert found.tensors["loss_mask"].tolist() == [0, 0, 1, 1]
-    assert found.rows == 4 and found.final_rows == 2
+    assert found.rows == 4 and found.final_rows == 2 and found.weight == 0.5
     finals = [k for k in found.tensors if k.startswith("final.")]
     assert finals and all(torch.equal(found.tensors[k], captured[k][1:3]) for k in finals)
 

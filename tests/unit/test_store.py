@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from safetensors.torch import load_file
 
 from eagle3.batch import needed_final
@@ -16,6 +18,7 @@ from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Sample
 from eagle3.store.writer import StoreWriter
 
+WEIGHTS = [1.0, 0.3, 2.5, 1.0, 1.0, 7.0]
 MASKS = [[0, 0, 1, 1, 1], [1], [0, 1, 1, 0, 1, 1], [0] * 4, [1] * 9, [0, 1]]
 
 
@@ -32,6 +35,7 @@ def samples(seed: int = 0) -> list[Sample]:
             loss_mask=torch.tensor(m, dtype=torch.uint8),
             aux=torch.randn(len(m), 6, generator=generator),
             final=torch.randn(len(m), 2, generator=generator),
+            weight=WEIGHTS[i],
         )
         for i, m in enumerate(MASKS)
     ]
@@ -66,6 +70,38 @@ def test_round_trip_and_packed_batches(tmp_path: Path, shard_bytes: int, codec: 
         for row in needed_final(sample.loss_mask).nonzero().flatten().tolist():
             found = batch.final[batch.final_index[start + row]]
             assert torch.equal(found, sample.final[row].to(dtype))
+
+
+def test_weights_come_back_by_row_in_float32(tmp_path: Path) -> None:
+    write(tmp_path / "s")
+    reader = StoreReader(tmp_path / "s")
+    assert torch.equal(torch.from_numpy(reader.weights), torch.tensor(WEIGHTS))
+    order = [2, 0, 1]
+    expected = torch.tensor([2.5] * 6 + [1.0] * 5 + [0.3])
+    moved = reader.pack(order).to("cpu", torch.bfloat16)
+    assert moved.aux.dtype == torch.bfloat16 and torch.equal(moved.row_weights, expected)
+    assert torch.equal(moved.to("cpu", torch.float64).row_weights, expected)
+    assert torch.equal(reader.pack(order, "token").tokens.row_weights, expected)
+    assert reader.batch([0, 3, 4]).row_weights is None
+
+
+@pytest.mark.parametrize("old", [1, 2, None])
+def test_an_index_without_weights_reads_as_ones(tmp_path: Path, old: int | None) -> None:
+    """Of a whole store, or of the first shards of one that a newer version went on with."""
+    write(tmp_path / "s")
+    expected = list(WEIGHTS)
+    for path in sorted((tmp_path / "s").glob("*.arrow"))[:old]:
+        rows = list(Dataset.from_file(str(path)))
+        with ArrowWriter(path=str(path)) as writer:
+            for row in rows:
+                del row["weight"]
+                writer.write(row)
+                expected[row["number"]] = 1.0
+            writer.finalize()
+    assert expected != WEIGHTS and (old is None) == (expected == [1.0] * 6)
+    reader = StoreReader(tmp_path / "s")
+    assert torch.equal(torch.from_numpy(reader.weights), torch.tensor(expected))
+    assert not reader.damaged(2)
 
 
 def test_an_interrupted_store_resumes_to_the_same_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""From rows to the samples that are captured, and how much each of them weighs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.chat import ChatEncoder
+from eagle3.config import Config
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest
+from eagle3.records import parse
+from eagle3.serving.client import Answer
+from eagle3.target import Target
+from extraction import respond
+from extraction.samples import TokenSample, data_hash, load
+
+TALK = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+
+
+def write(file: Path, *weights: float | None) -> str:
+    """A file of conversations with these weights; None says nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"messages": TALK} | ({"weight": w} if w is not None else {}) for w in weights]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def answered(folder: Path, target: Target, *weights: float | None, **identity: str) -> str:
+    """The same as responses of a target with this identity."""
+    match = {"target": {**target.identity(), **identity}}
+    Manifest(kind="responses", match=match).save(folder)
+    return write(folder / "responses.jsonl", *weights)
+
+
+def config(target: Target, runs: Path, *conversations: str, **data: Any) -> Config:
+    found = Config(run_name="x", runs_dir=str(runs))
+    found.target.path = str(target.folder)
+    found.data = replace(found.data, conversations=list(conversations), **data)
+    return found
+
+
+def test_what_this_target_is_not_known_to_have_said_is_weighted(
+    target: Target, tmp_path: Path
+) -> None:
+    answered(tmp_path / "x" / "responses", target, None, 0.5)  # this run's own
+    same = answered(tmp_path / "same", target, 2)
+    other = answered(tmp_path / "other", target, 2, weights="of another model")
+    unknown = write(tmp_path / "logs.jsonl", None, 3)
+    for factor in (1.0, 0.25):
+        run = config(target, tmp_path, same, other, unknown, off_policy_weight=factor)
+        found = [sample.weight for sample in load(run, target)[0]]
+        assert found == [1, 0.5, 2, 2 * factor, factor, 3 * factor]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_factor_that_is_none_is_refused(target: Target, tmp_path: Path, factor: float) -> None:
+    run = config(target, tmp_path, write(tmp_path / "a.jsonl", None), off_policy_weight=factor)
+    with pytest.raises(UserError, match=r"data.off_policy_weight: .* not a number from 1e-06"):
+        load(run, target)
+
+
+def test_responses_of_another_tokenizer_are_refused(target: Target, tmp_path: Path) -> None:
+    other = answered(tmp_path / "other", target, 1, tokenizer="another")
+    with pytest.raises(UserError, match="tokenizer: configured"):
+        load(config(target, tmp_path, other), target)
+
+
+def test_another_weight_is_other_data(target: Target, tmp_path: Path) -> None:
+    """And one that is 1 is the data it was before there were weights."""
+
+    def identity(*weights: float | None) -> str:
+        file = write(tmp_path / "a.jsonl", *weights)
+        return data_hash(load(config(target, tmp_path, file), target)[0])
+
+    assert identity(None, None) == identity(1, 1.0)
+    assert len({identity(None, None), identity(None, 2), identity(2, None), identity(2, 3)}) == 4
+    before = TokenSample.of("a", [1, 2, 3], [0, 1, 1])
+    assert data_hash([before]) == "edb43c91efea170b00eb8a82d4de6c3790f52421b89c84853836dff11f9a6b3c"
+
+
+def test_a_prompt_hands_its_weight_to_its_answer(target: Target) -> None:
+    class Fake:
+        def generate(self, *_: Any) -> Answer:
+            return Answer(output_ids=[5, 6, 7], finish="stop", latency_s=0.0)
+
+    def row(**extra: float) -> dict[str, Any]:
+        record = parse({"id": "a", "messages": TALK[:1], **extra}, 0)
+        return respond.answer(Fake(), ChatEncoder(target.tokenizer), record, {})  # type: ignore[arg-type]
+
+    assert parse(row(weight=0.5), 0).weight == 0.5
+    assert "weight" not in row() and row(weight=1) == row()
+    plain, one, half = (parse({"prompt": "q", "weight": w}, 0) for w in (None, 1, 0.5))
+    assert respond.identity(plain) == respond.identity(one) == ["row-0", plain.prompt]
+    assert respond.identity(half) != respond.identity(one)
