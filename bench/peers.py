@@ -119,6 +119,8 @@ class Speculators:
             tensors["lm_head.weight"] = tensors["verifier_lm_head.weight"].clone()
         _load(model, tensors, ("lm_head", "verifier_") if own_start else None)
         self.model = nn.Module.to(model, device, lm_head.dtype).train()
+        if on_gpu:
+            _part_kernel_configs()
         # made once: a new one each step would compile the step anew
         self.losses = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
 
@@ -255,6 +257,16 @@ class _PlainLoss:
     @staticmethod
     def apply(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
         return -(mask * target * logits.float().log_softmax(dim=-1)).sum(dim=-1).mean()
+
+
+def _part_kernel_configs() -> None:
+    """Give speculators' loss kernels lists of their own: they share one, and PyTorch 2.11's
+    compiler fails on a list that it meets under two names."""
+    from speculators.losses import fused
+
+    for kernel in vars(fused).values():
+        if isinstance(getattr(kernel, "configs", None), list):
+            kernel.configs = list(kernel.configs)
 
 
 def use_specforge(folder: Path | None) -> None:
