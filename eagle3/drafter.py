@@ -66,7 +66,7 @@ class DrafterConfig:
         dense `intermediate_size` are taken then. Overrides that are None are ignored.
         """
         mla = "kv_lora_rank" in target
-        heads = target["hidden_size"] // 128 if mla else target["num_attention_heads"]
+        heads = max(1, target["hidden_size"] // 128) if mla else target["num_attention_heads"]
         kv_heads = max(1, heads // 7) if mla else target.get("num_key_value_heads", heads)
         head_dim = 128 if mla else target.get("head_dim") or target["hidden_size"] // heads
         while heads % kv_heads:

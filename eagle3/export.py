@@ -204,6 +204,12 @@ def refuse(folder: Path, found: list[str]) -> None:
         raise UserError(f"the drafter in {folder} cannot be used:\n  " + "\n  ".join(found))
 
 
+def norms_of(folder: Path) -> list[str]:
+    """The norm switches that this drafter was trained with; a server has to know them."""
+    config = drafter_config(load_config(folder))
+    return [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+
+
 def problems(folder: Path) -> list[str]:
     """What would make SGLang serve this folder wrongly or not at all; empty if nothing."""
     data = load_config(folder)

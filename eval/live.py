@@ -23,6 +23,7 @@ from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.metrics import Wandb
 from eagle3.serving.from_config import get_server
+from eagle3.serving.server import require_drafter_flags
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eval import benchmarks, report
@@ -146,6 +147,8 @@ def evaluate(config: Config) -> dict[str, Any]:
     )  # fmt: skip
     if found := formats.problems(config.drafter_dir):
         raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
+    if config.eval.speculative_url is None:
+        require_drafter_flags(formats.norms_of(config.drafter_dir))
     if config.server.urls:
         raise UserError(
             "eval compares two servers: it starts both, or set eval.plain_url and "

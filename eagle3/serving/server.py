@@ -8,10 +8,11 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def check_version() -> str:
             f"{'.'.join(map(str, NEWEST))}"
         )
     return found
+
+
+def require_drafter_flags(flags: Iterable[str]) -> None:
+    """The installed SGLang must know these switches of an EAGLE-3 drafter's config.json.
+
+    One that does not drops them without a word (0.5.14 norm_before_fc), and drafts are rejected.
+
+    Raises:
+        UserError: it does not.
+    """
+    found = find_spec("sglang")
+    for folder in (found and found.submodule_search_locations) or ():
+        source = Path(folder) / "srt" / "models" / "llama_eagle3.py"
+        unknown = [flag for flag in flags if f'"{flag}"' not in source.read_text()]
+        if unknown:
+            raise UserError(
+                f"sglang {check_version()} does not know {', '.join(unknown)} and would serve this "
+                "drafter without it. Install a newer one, or train with other norms "
+                "(draft.fc_norm=true in place of norm_before_fc)"
+            )
 
 
 def connect(url: str, api_key: str | None = None, timeout_s: float = 600.0) -> Server:

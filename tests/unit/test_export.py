@@ -113,3 +113,10 @@ def test_the_names_of_newer_checkpoints_are_understood(target: Target, tmp_path:
     save_file(renamed, tmp_path / "model.safetensors")
     again, _ = export.load_sglang(tmp_path, target)
     assert torch.equal(again.midlayer.mlp.up_proj.weight, drafter.midlayer.mlp.up_proj.weight)
+
+
+def test_a_small_mla_target_gets_a_head() -> None:
+    target = dict(hidden_size=64, intermediate_size=160, kv_lora_rank=16, vocab_size=100)
+    target |= dict(max_position_embeddings=512, rms_norm_eps=1e-6)
+    config = DrafterConfig.for_target(target, 3, draft_vocab_size=50)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (1, 1, 128)

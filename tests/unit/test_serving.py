@@ -274,3 +274,18 @@ def test_a_server_does_not_outlive_a_killed_client(tmp_path: Path) -> None:
     process.wait()
     gone, _ = psutil.wait_procs([child], timeout=5)
     assert gone or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_drafters_norms_must_be_known_to_the_installed_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.require_drafter_flags(["norm_before_fc", "fc_norm", "norm_output"])  # the real one
+    models = tmp_path / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    (models / "llama_eagle3.py").write_text('getattr(config, "fc_norm", None)')
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    servers.require_drafter_flags(["fc_norm"])
+    with pytest.raises(UserError, match=r"does not know norm_before_fc .*draft\.fc_norm=true"):
+        servers.require_drafter_flags(["norm_before_fc", "fc_norm"])
