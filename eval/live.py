@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.metrics import Wandb
+from eagle3.serving.client import Client
 from eagle3.serving.from_config import get_server
 from eagle3.serving.server import require_drafter_flags
 from eagle3.store.reader import StoreReader
@@ -29,6 +31,7 @@ from eagle3.target import Target
 from eval import benchmarks, report
 from eval.baseline import Bigram
 from eval.benchmarks import Prompt
+from eval.differences import Differences, differences
 from eval.measure import Run, histograms, measure
 from eval.offline import offline
 from eval.stats import acceptance
@@ -49,9 +52,16 @@ def speculative_args(config: Config) -> dict[str, Any]:
 
 
 def run_server(
-    config: Config, target: Target, prompts: dict[str, list[Prompt]], speculative: bool
+    config: Config,
+    target: Target,
+    prompts: dict[str, list[Prompt]],
+    speculative: bool,
+    look_up: Callable[[Client, str, Run], None] = lambda *_: None,
 ) -> tuple[Runs, dict[str, Any]]:
-    """Answer everything on one server; returns the runs and the settings in force."""
+    """Answer everything on one server; returns the runs and the settings in force.
+
+    look_up: called with the server's client, the benchmark and each run once all are measured.
+    """
     name = "speculative" if speculative else "plain"
     wanted = speculative_args(config) if speculative else {"speculative_algorithm": None}
     args = {"disable_radix_cache": True, **wanted}
@@ -80,6 +90,8 @@ def run_server(
                 log.info(
                     "%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"]
                 )
+        for (benchmark, _), run in runs.items():
+            look_up(server.client, benchmark, run)
     return runs, settings
 
 
@@ -90,11 +102,16 @@ def _require_settings(found: dict[str, Any], args: dict[str, Any]) -> None:
         raise UserError(f"the server changed its settings (asked, in force): {differing}")
 
 
-def compare(plain: Run, speculative: Run, bigram: Bigram | None, num_steps: int) -> dict[str, Any]:
+def compare(
+    plain: Run,
+    speculative: Run,
+    differing: Differences,
+    bigram: Bigram | None,
+    num_steps: int,
+) -> dict[str, Any]:
     """Figures of one benchmark at one concurrency."""
     live = acceptance(speculative.histograms)
     pairs = list(zip(plain.answers, speculative.answers, strict=True))
-    identical = sum(a.output_ids == b.output_ids for a, b in pairs)
     speeds = {"plain": plain.speed(), "speculative": speculative.speed()}
     figures = {
         "step0_acceptance": {"value": live.step0, "ci95": live.step0_ci95},
@@ -107,7 +124,8 @@ def compare(plain: Run, speculative: Run, bigram: Bigram | None, num_steps: int)
         "tok_s_per_request": {k: v["tok_s_per_request"] for k, v in speeds.items()},
         "cached_tokens": {k: v["cached_tokens"] for k, v in speeds.items()},
         "speedup": speeds["speculative"]["tok_s"] / speeds["plain"]["tok_s"],
-        "identical_outputs": identical / len(pairs),
+        "identical_outputs": 1 - differing.outputs / len(pairs),
+        "differences": differing.as_dict(),
         "prompts": len(pairs),
         "output_tokens": speculative.tokens,
         "concurrency": speculative.concurrency,
@@ -156,16 +174,21 @@ def evaluate(config: Config) -> dict[str, Any]:
         )
     prompts = benchmarks.load(config, target)
     predicted = offline(config) if config.eval.offline else None
-    plain, plain_settings = run_server(config, target, prompts, speculative=False)
     speculative, settings = run_server(config, target, prompts, speculative=True)
+    differing: dict[tuple[str, int], Differences] = {}
+
+    def look_up(client: Client, name: str, run: Run) -> None:
+        key = name, run.concurrency
+        differing[key] = differences(client, prompts[name], run, speculative[key])
+
+    plain, plain_settings = run_server(config, target, prompts, False, look_up)
     bigram = _bigram(config)
-    table = {
-        name: {
-            str(c): compare(plain[name, c], speculative[name, c], bigram, config.eval.num_steps)
-            for c in config.eval.concurrency
-        }
-        for name in prompts
-    }
+    table: dict[str, dict[str, Any]] = {name: {} for name in prompts}
+    for (name, c), run in plain.items():
+        key = name, c
+        table[name][str(c)] = compare(
+            run, speculative[key], differing[key], bigram, config.eval.num_steps
+        )
     first = next(iter(table.values()))[str(config.eval.concurrency[0])]
     results = {
         **first,

@@ -46,9 +46,24 @@ def summary(results: dict[str, Any]) -> str:
         for line in [COLUMNS, *rows(results)]
     ]
     live = results["step0_acceptance"]["value"]
+    lines += _differences(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
         lines.append(f"step-0 acceptance: live {live:.1%}, offline prediction {predicted:.1%}")
     return "\n".join(lines)
+
+
+def _differences(results: dict[str, Any]) -> list[str]:
+    """A line if outputs differ: how far apart the target has the tokens at which they part."""
+    found = [r["differences"] for runs in results["benchmarks"].values() for r in runs.values()]
+    margins = [d for d in found if d["margin_max"] is not None]
+    if not margins:
+        return []
+    outputs = sum(d["outputs"] for d in found)
+    largest, median = (max(d[k] for d in margins) for k in ("margin_max", "margin_median"))
+    return [
+        f"{outputs} outputs differ; where they part, the target has the two tokens at most "
+        f"{largest:.3f} nats apart (median of a row at most {median:.3f})"
+    ]
 
 
 def write(run_dir: Path) -> Path:
@@ -66,7 +81,7 @@ def write(run_dir: Path) -> Path:
 
 def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
-    lines += _table(COLUMNS, rows(results))
+    lines += [*_table(COLUMNS, rows(results)), "", *_differences(results)]
     predicted = results["offline"]
     if predicted is not None:
         low, high = predicted["step0_ci95"]

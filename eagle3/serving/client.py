@@ -74,9 +74,17 @@ class Client:
         raise RequestFailed(f"{self.url} gives no server info: HTTP {reply.status_code}")
 
     def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], rid: str | None = None
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        rid: str | None = None,
+        token_ids_logprob: list[int] | None = None,
     ) -> Answer:
         """Generate after a prompt of token ids.
+
+        Args:
+            token_ids_logprob: tokens whose log-probability to report at each generated position, in
+                `meta["output_token_ids_logprobs"]` as (log-probability, id, text).
 
         Raises:
             RequestRefused: HTTP 4xx, at once.
@@ -85,6 +93,8 @@ class Client:
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if rid is not None:
             body["rid"] = rid
+        if token_ids_logprob is not None:
+            body |= {"return_logprob": True, "token_ids_logprob": token_ids_logprob}
         start = time.perf_counter()
         data = self._post("/generate", body)
         meta = data["meta_info"]

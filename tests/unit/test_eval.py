@@ -7,6 +7,7 @@ import torch
 
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
 from eval.baseline import Bigram
+from eval.differences import first_difference
 from eval.stats import acceptance
 from tests.conftest import make_batch, tiny_drafter
 
@@ -97,7 +98,8 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     figures = {
         "step0_acceptance": {"value": 0.5, "ci95": [0.4, 0.6]}, "acceptance_per_step": [0.5, 0.2],
         "accept_length": 1.7, "tok_s": {"plain": 10.0, "speculative": 15.0}, "speedup": 1.5,
-        "identical_outputs": 1.0,
+        "identical_outputs": 0.5,
+        "differences": dict(outputs=3, ended=1, margin_median=0.01, margin_max=0.0625),
     }  # fmt: skip
     results = {
         **figures, "offline_step0_acceptance": None, "offline": None,
@@ -107,5 +109,12 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
     text = report.write(tmp_path).read_text()
-    assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 100.0% |" in text
+    assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 50.0% |" in text
+    assert "3 outputs differ; where they part, the target has the two tokens at most 0.062" in text
     assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {"acceptance.png", "speed.png"}
+
+
+def test_where_outputs_part() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == first_difference([1, 2, 3], [1, 2]) == 2
