@@ -90,13 +90,15 @@ def _changed_indexes(folder: Path) -> Iterator[Problem]:
 
 def _index_problems(reader: StoreReader) -> Iterator[Problem]:
     """Index against the data files and the sizes of their tensors."""
+    import pyarrow.compute
     from safetensors import SafetensorError, safe_open
 
     known = set()
+    table = reader.index.with_format("arrow")[:]
     for shard in range(len(index_files(reader.folder))):
         path, _ = shard_paths(reader.folder, shard)
         known.add(path.name)
-        mine = [row for row in reader.index if row["shard"] == shard]
+        mine = table.filter(pyarrow.compute.equal(table["shard"], shard)).to_pylist()
         ends = {"rows": 0, "final_rows": 0}
         for row in mine:
             if (row["start"], row["final_start"]) != (ends["rows"], ends["final_rows"]):

@@ -175,6 +175,28 @@ def test_label_counts_are_those_of_generated_tokens(tmp_path: Path) -> None:
     assert counts.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("shard_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("numbers", [[3], [5, 0, 2], [4, 1, 4, 0, 4, 5, 1], [2, 2], []])
+def test_labels_of_some_samples_are_counted_as_one_by_one(
+    tmp_path: Path, shard_bytes: int, numbers: list[int]
+) -> None:
+    write(tmp_path / "s", shard_bytes)
+    reader = StoreReader(tmp_path / "s")
+    expected = torch.zeros(50, dtype=torch.int64)
+    for number in numbers:
+        ids, mask = reader.tokens(number)
+        expected += torch.bincount(ids[mask], minlength=50)
+    found = reader.label_counts(numbers)
+    assert found.dtype == torch.int64 and torch.equal(found, expected)
+    assert torch.equal(reader.label_counts(np.array(numbers, dtype=np.int32)), expected)
+
+
+def test_labels_of_a_sample_that_is_not_there_are_not_counted(tmp_path: Path) -> None:
+    write(tmp_path / "s")
+    with pytest.raises(IndexError):
+        StoreReader(tmp_path / "s").label_counts([0, len(MASKS)])
+
+
 def test_budget_predicts_the_size_on_disk(tmp_path: Path) -> None:
     write(tmp_path / "s", 1 << 20)
     work = Workload(
