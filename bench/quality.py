@@ -86,6 +86,7 @@ class Course:
 
     @classmethod
     def of(cls, overrides: list[str], store: Path, work: Path) -> Course:
+        world = World.join()  # first: it decides the number of threads
         config = compose([*overrides, *run_folder(work, "shared", store)])
         target = Target.from_config(config.target)
         reader = open_store(config, target)
@@ -95,7 +96,7 @@ class Course:
         vocab, _ = draft_vocab(config, reader, split.train)
         return cls(
             overrides=overrides, config=config, target=target, reader=reader, split=split,
-            vocab=vocab, world=World.join(), store=store, work=work,
+            vocab=vocab, world=world, store=store, work=work,
         )  # fmt: skip
 
 

@@ -26,6 +26,12 @@ OURS = {
 }
 """DeepSpeed keys that our own configuration decides."""
 
+ALONE = torch.get_num_threads()
+"""Threads that torch takes by itself: all cores, or what OMP_NUM_THREADS says."""
+
+BESIDE_A_GPU = 8
+"""Threads of a rank whose work a GPU does: more only wait for each other in short operations."""
+
 KEEP_GATHERED = "stage3_param_persistence_threshold"
 """ZeRO 3 keeps parameters up to this size whole on every rank."""
 
@@ -55,6 +61,7 @@ class World:
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
+        use_threads(host_works=device.type == "cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         if device.type == "cpu":
             # DeepSpeed would compile a C++ extension for shared-memory collectives: minutes, and it
@@ -69,6 +76,27 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+
+def use_threads(host_works: bool) -> None:
+    """Take this rank's share of the machine's cores, unless OMP_NUM_THREADS says how many.
+
+    torchrun sets it to 1 for several ranks if it is not set. One rank that works on the CPU keeps
+    what it has, so its results do too.
+
+    Args:
+        host_works: the CPU does what takes time; else at most BESIDE_A_GPU threads are of use.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    # of torchrun, of DeepSpeed's launcher; without either all ranks may be on this machine
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+    ranks = int(next(os.environ[name] for name in names if name in os.environ))
+    threads = max(1, ALONE // ranks)
+    if not host_works:
+        threads = min(threads, BESIDE_A_GPU)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
@@ -114,6 +142,12 @@ def uses_bf16(config: Config) -> bool:
     return bool(config.deepspeed.get("bf16", {}).get("enabled", False))
 
 
+def offloads_optimizer(config: Config) -> bool:
+    """Whether the optimizer steps on the host."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    return bool(zero.get("offload_optimizer", {}).get("device", "none") == "cpu")
+
+
 class EngineModel(nn.Module):
     """What the engine wraps: the model with a tuple for output.
 
@@ -140,6 +174,8 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
     """A DeepSpeed engine over the model's trainable parameters."""
     import deepspeed
 
+    if offloads_optimizer(config):
+        use_threads(host_works=True)
     model.to(world.device)
     if uses_bf16(config):
         model.bfloat16()

@@ -1,12 +1,19 @@
 """What DeepSpeed is told, and what is refused before it could go wrong."""
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from eagle3.config import Config
 from eagle3.errors import UserError
-from training.engine import deepspeed_config
+from training import engine
+from training.engine import deepspeed_config, offloads_optimizer, use_threads
 
 
 def config(accumulation: int = 2, **deepspeed: Any) -> Config:
@@ -54,3 +61,93 @@ def test_zero_3_keeps_every_parameter_whole() -> None:
 def test_what_would_go_wrong_is_refused(deepspeed: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         deepspeed_config(config(**deepspeed))
+
+
+SIZES = ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine of 64 cores, of which nothing says how many ranks share it."""
+    before = torch.get_num_threads()
+    for name in SIZES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(engine, "ALONE", 64)
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "host_works", "expected"),
+    [
+        ({"WORLD_SIZE": "1"}, False, 8),
+        ({"WORLD_SIZE": "1"}, True, 64),
+        ({"WORLD_SIZE": "4"}, False, 8),
+        ({"WORLD_SIZE": "4"}, True, 16),
+        ({"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "16"}, False, 4),
+        ({"WORLD_SIZE": "64", "LOCAL_SIZE": "16"}, True, 4),
+        ({"WORLD_SIZE": "100"}, True, 1),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    cores: pytest.MonkeyPatch, environment: dict[str, str], host_works: bool, expected: int
+) -> None:
+    for name, value in environment.items():
+        cores.setenv(name, value)
+    found = []
+    for _ in range(2):  # a sweep's trainings join again
+        use_threads(host_works)
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert torch.get_num_threads() == expected
+    assert found == [expected, expected]  # the loader's thread too
+
+
+def test_a_host_that_steps_the_optimizer_gets_its_threads_back(cores: pytest.MonkeyPatch) -> None:
+    cores.setenv("WORLD_SIZE", "2")
+    use_threads(host_works=False)
+    use_threads(host_works=True)
+    assert torch.get_num_threads() == 32
+    offloaded = config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert offloads_optimizer(offloaded)
+    assert not offloads_optimizer(config(zero_optimization={"stage": 2}))
+    assert not offloads_optimizer(config())
+
+
+@pytest.mark.parametrize("host_works", [False, True])
+def test_a_number_of_threads_in_the_environment_is_kept(
+    cores: pytest.MonkeyPatch, host_works: bool
+) -> None:
+    cores.setenv("WORLD_SIZE", "1")
+    cores.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)
+    use_threads(host_works)
+    assert torch.get_num_threads() == 3
+
+
+def test_one_rank_on_a_cpu_keeps_what_it_has(cores: pytest.MonkeyPatch) -> None:
+    """Setting even the same number would tell MKL to choose threads by another rule."""
+    cores.setenv("WORLD_SIZE", "1")
+    cores.setattr(engine, "ALONE", torch.get_num_threads())
+    calls: list[int] = []
+    with cores.context() as inside:
+        inside.setattr(torch, "set_num_threads", calls.append)
+        use_threads(host_works=True)
+    assert calls == []
+
+
+def test_joining_takes_the_share() -> None:
+    """On a CPU, of 6 threads: two ranks' launcher is pretended, so that one process will do."""
+    script = (
+        "import torch; torch.set_num_threads(6)\n"
+        "from training.engine import World\n"
+        "World.join(); print('threads', torch.get_num_threads())"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in (*SIZES, "RANK", "LOCAL_RANK")}
+    for ranks, expected in (("1", 6), ("2", 3)):
+        env = {**kept, "CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": ranks}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        assert f"threads {expected}" in done.stdout
