@@ -29,6 +29,15 @@ def test_every_experiment_composes_for_every_command(command: str, experiment: s
     assert config.run_name and config.target.path and config.benchmark
 
 
+def test_the_readmes_experiment_composes(tmp_path: Path) -> None:
+    example = (ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(example)
+    config = load(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    assert config.run_name == "mine" and config.optimizer.name == "muon"
+    assert config.deepspeed["zero_optimization"]["stage"] == 0
+
+
 @pytest.mark.parametrize("group", ["server", "codec", "optimizer", "deepspeed", "logger", "target"])
 def test_every_group_option_fits_the_schema(group: str) -> None:
     for file in (ROOT / "conf" / group).glob("*.yaml"):
