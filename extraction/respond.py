@@ -30,8 +30,9 @@ from eagle3.target import Target
 
 log = logging.getLogger(__name__)
 KIND = "responses"
-AHEAD = 8
-"""Answers made or under way for each one that may be: a long one must not leave threads idle."""
+AHEAD = 4
+"""Answers made or under way, in concurrencies: a long one must not leave the others' threads idle,
+and what is made but not yet in line to be written is made again after a crash."""
 
 
 def sampling_params(config: Config) -> dict[str, Any]:
