@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -61,7 +62,7 @@ class BlockFp8:
     def encode(self, states: Tensor) -> dict[str, Tensor]:
         blocks = _blocks(states, self.block)
         scales = _scales(blocks, FP8_MAX)
-        values = (blocks / scales.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        values = (blocks / scales.float()).to(torch.float8_e4m3fn)
         return {"values": values.flatten(1)[:, : states.shape[1]], "scales": scales.squeeze(-1)}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -95,9 +96,10 @@ class RotatedInt:
             )
         rotated = _blocks(states, self.block) @ hadamard(self.block, states.device)
         scales = _scales(rotated, self.largest)
-        levels = (rotated / scales.float()).round().clamp(-self.largest, self.largest)
-        levels = (levels + self.largest + 1).to(torch.uint8).flatten(1)
-        return {"values": _pack(levels, self.bits), "scales": scales.squeeze(-1)}
+        # Adding 2^23 rounds to the nearest integer, ties to even (the offset is even), and leaves
+        # that integer in the low bits of the sum.
+        levels = (rotated / scales.float()).add_(2**23 + self.largest + 1).view(torch.int32)
+        return {"values": _pack(levels.flatten(1), self.bits), "scales": scales.squeeze(-1)}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         levels = _unpack(parts["values"], self.bits).float() - (self.largest + 1)
@@ -109,13 +111,17 @@ class RotatedInt:
 
 
 def _pack(levels: Tensor, bits: int) -> Tensor:
-    """Bytes of `bits` significant bits [R, W] -> [R, W * bits / 8], lowest bits first."""
+    """Low `bits` bits of int32 [R, W] -> uint8 [R, W * bits / 8], lowest bits first.
+
+    The other bits of a level are 0, but those above the 24th may be anything.
+    """
     if bits == 8:
-        return levels
+        return levels.to(torch.uint8)
     if bits == 4:
-        return levels[:, ::2] | levels[:, 1::2] << 4
+        return levels[:, ::2].add(levels[:, 1::2], alpha=16).to(torch.uint8)
     a, b, c, d = levels.unflatten(1, (-1, 4)).unbind(-1)
-    return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], dim=-1).flatten(1)
+    words = a.add(b, alpha=1 << 6).add_(c.add(d, alpha=1 << 6), alpha=1 << 12)
+    return words.view(torch.uint8).unflatten(1, (-1, 4))[..., :3].flatten(1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -129,26 +135,31 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.stack(levels, dim=-1).flatten(1)
 
 
+@cache
 def hadamard(size: int, device: torch.device) -> Tensor:
     """Orthogonal, symmetric Hadamard matrix [size, size] of a power of two: its own inverse."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat(
             [torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)]
         )
-    return matrix / size**0.5
+    # made on the CPU, so that it is there before a kernel of any stream reads it
+    return (matrix / size**0.5).to(device)
 
 
 def _blocks(rows: Tensor, block: int) -> Tensor:
     """[R, W] -> float32 [R, ceil(W / block), block], padded with zeros."""
-    padding = -rows.shape[1] % block
-    wide = torch.nn.functional.pad(rows.float(), (0, padding))
+    wide, padding = rows.float(), -rows.shape[1] % block
+    if padding:  # by 0 would be a copy
+        wide = torch.nn.functional.pad(wide, (0, padding))
     return wide.unflatten(1, (-1, block))
 
 
 def _scales(blocks: Tensor, largest: float) -> Tensor:
-    """bf16 scale of each block [R, B, 1], rounded up so that no value leaves the range."""
-    exact = (blocks.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=1e-30)
+    """bf16 scale of each block [R, B, 1]: rounded up, so that blocks / scales rounds to no more
+    than `largest`."""
+    ends = torch.linalg.vector_norm(blocks, torch.inf, dim=-1, keepdim=True)
+    exact = (ends / largest).clamp(min=1e-30)
     scales = exact.bfloat16()
     return torch.where(scales.float() < exact, scales * (1 + 2**-7), scales)
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -76,10 +77,70 @@ def test_a_value_that_is_not_finite_shows_after_decoding(name: str, bad: float) 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_every_level_survives_packing(bits: int) -> None:
-    levels = torch.arange(2**bits, dtype=torch.uint8).repeat(3, 1)
+    levels = torch.arange(2**bits, dtype=torch.int32).repeat(3, 1)
+    levels[1] |= 0x4B << 24  # as a float's exponent
     packed = codecs._pack(levels, bits)
     assert packed.shape == (3, 2**bits * bits // 8)
-    assert torch.equal(codecs._unpack(packed, bits), levels)
+    assert torch.equal(codecs._unpack(packed, bits).int(), levels & 255)
+
+
+def plain_bytes(form: BlockFp8 | RotatedInt, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a block format writes, one plain step after the other."""
+    blocks = x.float().unflatten(1, (-1, form.block))
+    largest = codecs.FP8_MAX if isinstance(form, BlockFp8) else 2 ** (form.bits - 1) - 1
+    if isinstance(form, RotatedInt):
+        blocks = blocks @ hadamard(form.block, x.device)
+    exact = (blocks.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=1e-30)
+    scales = exact.bfloat16()
+    scales = torch.where(scales.float() < exact, scales * (1 + 2**-7), scales)
+    kept = {"scales": scales.squeeze(-1)}
+    values = blocks / scales.float()
+    if isinstance(form, BlockFp8):
+        values = values.clamp(-largest, largest).to(torch.float8_e4m3fn)
+        return kept | {"values": values.flatten(1)}
+    levels = (values.round().clamp(-largest, largest) + largest + 1).to(torch.uint8).flatten(1)
+    bits = np.unpackbits(levels.numpy()[..., None], axis=-1, bitorder="little")[..., : form.bits]
+    packed = np.packbits(bits.reshape(len(x), -1), axis=1, bitorder="little")
+    return kept | {"values": torch.from_numpy(packed)}
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "int6", "int8"])
+@pytest.mark.parametrize(
+    "scale", [1e-38, 1e-30, 1e-29, 1e-20, 1e-3, 1.0, 300.0, 3e4, 1e20, 1e36]
+)  # fmt: skip
+def test_bytes_are_those_of_the_plain_steps(name: str, scale: float) -> None:
+    """Of random values in float32 and bf16, of ties, of blocks of one value, of outliers."""
+    form, x = FORMATS[name], states() / 300
+    rows = {
+        "float32": x,
+        "bf16": x.bfloat16(),
+        "ties": (x * 64).round() / 64,
+        "constant": torch.ones_like(x) * x[:, :1],
+        "one of a block": x * (torch.arange(x.shape[1]) % 128 == 7),
+        "zero": x * 0,
+    }
+    for kind, values in rows.items():
+        values = values * scale
+        assert torch.isfinite(values).all()
+        wanted, found = plain_bytes(form, values), form.encode(values)
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            equal = torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8))
+            assert equal, f"{key} of {kind}"
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_halves_round_to_even_levels(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level and every half between two, in blocks of scale 1."""
+    monkeypatch.setattr(codecs, "hadamard", lambda size, device: torch.eye(size))
+    largest = 2 ** (bits - 1) - 1
+    halves = torch.arange(-2 * largest, 2 * largest + 1) / 2
+    blocks = torch.nn.functional.pad(halves, (0, -len(halves) % 31)).unflatten(0, (-1, 31))
+    blocks = torch.nn.functional.pad(blocks, (1, 0), value=largest)
+    encoded = RotatedInt(bits, 32).encode(blocks)
+    assert (encoded["scales"] == 1).all()
+    levels = codecs._unpack(encoded["values"], bits).int() - largest - 1
+    assert torch.equal(levels, torch.from_numpy(np.rint(blocks.numpy())).int())
 
 
 def test_a_width_that_cannot_be_rotated_is_refused() -> None:
