@@ -3,8 +3,8 @@
 A request's rows may come in pieces (chunked prefill). Each piece is encoded on the device into
 memory of its own, in the forward's stream: the next forward may overwrite what it was given (SGLang
 reuses its input buffers). From there it is copied to pinned memory on another stream, beside the
-forward. A thread joins the pieces of a request by their prefix and writes the sample once all rows
-are there.
+forward. One thread joins the pieces of a request by their prefix, in the order they come; once all
+rows of a sample are there, one of a few others writes it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from extraction.spool import Session, Spool, Ticket
 log = logging.getLogger(__name__)
 QUEUE_SIZE = 64
 """Pieces on their way before a forward has to wait for the spool."""
+WRITERS = 4
+"""Threads that write samples; as many samples again may wait for one. How many bytes that is, the
+client bounds: it asks for no more samples at a time than a spool has room for."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,14 @@ class Piece:
         return self.prefix + len(self.tensors["input_ids"])
 
 
+@dataclass(slots=True)
+class Whole:
+    """A sample whose rows are all on the host: its columns, each in one piece or several."""
+
+    ticket: Ticket
+    columns: dict[str, list[Tensor]]
+
+
 class Assembler:
     """Takes pieces from the forward, writes samples to the spool."""
 
@@ -51,12 +62,14 @@ class Assembler:
         self.spool = spool
         self._session: Session | None = None
         self._queue: queue.Queue[Piece] = queue.Queue(maxsize=QUEUE_SIZE)
+        self._whole: queue.Queue[Whole] = queue.Queue(maxsize=WRITERS)
         self._stream: Any = None
         self._unfinished: dict[Ticket, list[Piece]] = {}
 
     def start(self) -> None:
-        """Start the writing thread."""
-        threading.Thread(target=self._run, daemon=True).start()
+        """Start the threads that join and write."""
+        for work in (self._join_all, *[self._write_all] * WRITERS):
+            threading.Thread(target=work, daemon=True).start()
 
     def add(
         self, ticket: Ticket, prefix: int, input_ids: Tensor, aux: list[Tensor], final: Tensor
@@ -79,40 +92,57 @@ class Assembler:
         self._stream.wait_stream(torch.cuda.current_stream(final.device))
         with torch.cuda.stream(self._stream):
             copies = {k: _to_pinned(v) for k, v in encoded.items()}
-            copied = self._stream.record_event()
+            copied = torch.cuda.Event(blocking=True)  # waiting for it takes no processor time
+            copied.record(self._stream)
         for tensor in encoded.values():
             tensor.record_stream(self._stream)  # not to be reused before it is copied
         self._queue.put(Piece(ticket, prefix, copies, copied))
 
-    def _run(self) -> None:
+    def _join_all(self) -> None:
         while True:
-            piece = self._queue.get()
-            try:
-                if piece.copied is not None:
-                    piece.copied.synchronize()
-                self._take(piece)
-            except Exception:
-                log.exception("sample %s", piece.ticket)
-                self._give_up(piece.ticket, traceback.format_exc(limit=-3))
+            self._join(self._queue.get())
 
-    def _take(self, piece: Piece) -> None:
-        ticket = piece.ticket
-        for old in [t for t in self._unfinished if _superseded(t, ticket)]:
+    def _write_all(self) -> None:
+        while True:
+            self._write(self._whole.get())
+
+    def _join(self, piece: Piece) -> None:
+        """Add a piece to those of its sample; hands the sample on if it was the last."""
+        try:
+            if piece.copied is not None:
+                piece.copied.synchronize()
+            known = self._take(piece)
+            if piece.end == piece.ticket.num_tokens:
+                del self._unfinished[piece.ticket]
+                self._whole.put(Whole(piece.ticket, _columns(known)))
+        except Exception:
+            self._unfinished.pop(piece.ticket, None)
+            self._give_up(piece.ticket)
+
+    def _take(self, piece: Piece) -> list[Piece]:
+        """The pieces of this one's sample so far, itself the last."""
+        for old in [t for t in self._unfinished if _superseded(t, piece.ticket)]:
             del self._unfinished[old]
-        known = self._unfinished.setdefault(ticket, [])
+        known = self._unfinished.setdefault(piece.ticket, [])
         if piece.prefix == 0:
             known.clear()  # a retracted request starts over
         known.append(piece)
-        if piece.end == ticket.num_tokens:
-            del self._unfinished[ticket]
-            session = self.spool.current_session()
-            if session is not None and session.name == ticket.session:
-                self.spool.write(ticket, _join(known))
+        return known
 
-    def _give_up(self, ticket: Ticket, reason: str) -> None:
-        self._unfinished.pop(ticket, None)
+    def _write(self, whole: Whole) -> None:
+        """Write a sample, unless its client is gone."""
         try:
-            self.spool.fail(ticket, reason)
+            session = self.spool.current_session()
+            if session is not None and session.name == whole.ticket.session:
+                self.spool.write(whole.ticket, whole.columns)
+        except Exception:
+            self._give_up(whole.ticket)
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """Tell the client of the exception being handled."""
+        log.exception("sample %s", ticket)
+        try:
+            self.spool.fail(ticket, traceback.format_exc(limit=-3))
         except OSError:  # no room even for that: the client will notice that nothing comes
             log.exception("sample %s: cannot be reported", ticket)
 
@@ -148,7 +178,7 @@ def row_range(aux: Tensor, final: Tensor) -> Tensor:
     return torch.stack([end.float() for end in ends], dim=-1)
 
 
-def _join(pieces: list[Piece]) -> dict[str, list[Tensor]]:
+def _columns(pieces: list[Piece]) -> dict[str, list[Tensor]]:
     """One sample's tensors, in the pieces they came in; every row once."""
     expected = 0
     for piece in pieces:

@@ -27,6 +27,7 @@ import json
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,8 +157,11 @@ class Spool:
         return self.folder / f"{ticket.stem}.safetensors"
 
     def write(self, ticket: Ticket, columns: dict[str, list[Tensor]]) -> None:
-        """Server side: publish a whole sample, each tensor in one piece or several."""
-        temporary = self.path(ticket).with_suffix(".tmp")
+        """Server side: publish a whole sample, each tensor in one piece or several.
+
+        Safe to call from several threads, even for the same sample: the last one's stays.
+        """
+        temporary = self.path(ticket).with_suffix(f".{threading.get_native_id()}.tmp")
         try:
             safetensors_file.write(temporary, columns)
             temporary.rename(self.path(ticket))

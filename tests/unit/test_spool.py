@@ -1,15 +1,18 @@
 import errno
+import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.errors import UserError
-from eagle3.store import codecs
+from eagle3.store import codecs, safetensors_file
 from eagle3.store.codecs import CODECS
 from eagle3.store.sample import Encoded
-from extraction.assembler import Assembler, row_range
+from extraction.assembler import QUEUE_SIZE, WRITERS, Assembler, row_range
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
@@ -74,6 +77,29 @@ def test_a_sample_is_taken_once(tmp_path: Path) -> None:
     found = spool.take(mine)
     assert found is not None and found["input_ids"].tolist() == [0, 1, 2]
     assert spool.take(mine) is None
+
+
+def test_two_threads_may_write_the_same_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that lost its connection asks again under the same request id."""
+    spool, mine = Spool.create(tmp_path / "s"), ticket(number=1, attempt=0, num_tokens=3)
+    both = threading.Barrier(2, timeout=30)
+    real = safetensors_file.write
+
+    def write(path: Path, columns: dict[str, list[torch.Tensor]]) -> None:
+        real(path, columns)
+        both.wait()
+
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", write)
+    with ThreadPoolExecutor(2) as pool:
+        rows = [torch.full((3,), n, dtype=torch.int32) for n in range(2)]
+        writing = [pool.submit(spool.write, mine, {"input_ids": [ids]}) for ids in rows]
+        for future in writing:
+            future.result()
+    found = spool.take(mine)
+    assert found is not None and found["input_ids"].tolist() in ([0, 0, 0], [1, 1, 1])
+    assert {p.name for p in spool.folder.iterdir()} == {"secret"}
 
 
 def test_the_first_error_stays(tmp_path: Path) -> None:
@@ -239,6 +265,108 @@ def test_a_full_spool_is_told_to_the_client(
         forward(capture, torch.arange(4.0), [(mine.rid(spool.secret), 4, 0)])
         with pytest.raises(CaptureFailed, match="No space left"):
             drain(spool, [mine])
+
+
+def test_samples_of_many_requests_in_random_pieces_are_whole(tmp_path: Path) -> None:
+    """More samples than writers, cut and interleaved at random: each has its own rows in order."""
+    rng = random.Random(0)
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2])
+    capture.assembler.start()
+    with spool.session(FP32) as session:
+        lengths = [rng.randint(1, 40) for _ in range(60)]
+        tickets = [
+            Ticket(session=session.name, number=n, attempt=0, num_tokens=t)
+            for n, t in enumerate(lengths)
+        ]
+        done = [0] * len(tickets)
+        while unfinished := [n for n, t in enumerate(lengths) if done[n] < t]:
+            pieces, rows = [], []
+            for n in rng.sample(unfinished, min(len(unfinished), 5)):
+                size = rng.randint(1, lengths[n] - done[n])
+                pieces.append((tickets[n].rid(spool.secret), size, done[n]))
+                rows += [1000.0 * n + done[n] + i for i in range(size)]
+                done[n] += size
+            forward(capture, torch.tensor(rows), pieces)
+        for n, sample in enumerate(drain(spool, tickets)):
+            wanted = [1000 * n + i for i in range(lengths[n])]
+            assert sample["input_ids"].tolist() == wanted
+            assert sample["aux.values"][:, 4].tolist() == [-w for w in wanted]
+            assert sample["final.values"].flatten().tolist() == wanted
+            assert sample["last"].tolist() == [wanted[-1:]]
+
+
+def test_a_forward_waits_while_the_spool_is_slow_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2])
+    go, at_once = threading.Event(), threading.Semaphore(0)
+    real = safetensors_file.write
+
+    def slow(path: Path, columns: dict[str, list[torch.Tensor]]) -> None:
+        at_once.release()
+        assert go.wait(60)
+        real(path, columns)
+
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", slow)
+    capture.assembler.start()
+    most = (
+        QUEUE_SIZE + 1 + WRITERS + WRITERS
+    )  # waiting for the joining thread, in it, whole, written
+    with spool.session(FP32) as session:
+        tickets = [
+            Ticket(session=session.name, number=n, attempt=0, num_tokens=1)
+            for n in range(most + 20)
+        ]
+        taken = 0
+
+        def forwards() -> None:
+            nonlocal taken
+            for mine in tickets:
+                forward(capture, torch.ones(1) * mine.number, [(mine.rid(spool.secret), 1, 0)])
+                taken += 1
+
+        running = threading.Thread(target=forwards)
+        running.start()
+        for _ in range(WRITERS):
+            assert at_once.acquire(timeout=30), "fewer samples written at once"
+        deadline = time.monotonic() + 30
+        while taken < most and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # time to go further than it may
+        assert taken == most and running.is_alive()
+        assert not at_once.acquire(blocking=False), "more samples written at once"
+        go.set()
+        found = drain(spool, tickets)
+        running.join()
+    assert [s["input_ids"].tolist() for s in found] == [[t.number] for t in tickets]
+
+
+def test_a_writer_that_fails_goes_on_with_the_next_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More failures than writers: all are told, none ends a writer."""
+    spool = Spool.create(tmp_path / "s")
+    capture = Capture(spool, [1, 2])
+    real = safetensors_file.write
+
+    def odd_fail(path: Path, columns: dict[str, list[torch.Tensor]]) -> None:
+        if int(columns["input_ids"][0][0]) % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, columns)
+
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", odd_fail)
+    capture.assembler.start()
+    with spool.session(FP32) as session:
+        for number in range(4 * WRITERS):
+            mine = Ticket(session=session.name, number=number, attempt=0, num_tokens=1)
+            forward(capture, torch.ones(1) * number, [(mine.rid(spool.secret), 1, 0)])
+            if number % 2:
+                with pytest.raises(CaptureFailed, match="No space left"):
+                    drain(spool, [mine])
+            else:
+                assert drain(spool, [mine])[0]["input_ids"].tolist() == [number]
 
 
 def capture_of(target, codec: str = "fp32", **changes):
