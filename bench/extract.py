@@ -5,9 +5,14 @@
 
 Two servers of the same target run side by side, one plain, one with the capture plugin; only one at
 a time has work. A round sends the same prompts to both; capturing goes the whole way, through
-spool, verification and shards on disk. `--shape` makes a target of random weights with a real
-model's shape. `--offline` adds the way without a server: Hugging Face's forward, one prompt at a
-time, and a torch.save each.
+spool, verification and shards on disk, until the store is finished (`capture_tok_s`). What is left
+to do after the last capture has arrived, `finish_s`, is at most two shards to write and sync: it
+weighs the less the more tokens a round has, so `captured_tok_s` gives the speed without it. A
+`spool_gb_s` (bytes per token times `capture_tok_s`) near `disk_mb_s`, what the disk takes of one
+synced file, means that the disk was the limit. `--shape` makes a target of random weights with a
+real model's shape.
+`--offline` adds the way without a server: Hugging Face's forward, one prompt at a time, and a
+torch.save each.
 """
 
 from __future__ import annotations
@@ -17,12 +22,11 @@ import contextlib
 import json
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from eagle3.store import codecs
 from eagle3.store.sample import Encoded
 from eagle3.store.writer import KIND, StoreWriter
 from eagle3.target import Target
+from extract_figures import Round, Row, disk_mb_s, row_of
 from extraction.capture import extractor, server_args
 from extraction.samples import TokenSample
 from extraction.spool import Spool, environment
@@ -48,23 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0, "max_position_embeddings": 8192,
     },
 }  # fmt: skip
-
-
-@dataclass(kw_only=True, slots=True)
-class Row:
-    """One codec: medians over the rounds.
-
-    ratio: capture_tok_s / plain_tok_s of the same rounds. spool_gb_s: bytes through the spool.
-    gpu_gib: GPU memory in use by both servers at the end, None without a GPU.
-    """
-
-    codec: str
-    plain_tok_s: float
-    capture_tok_s: float
-    ratio: float
-    bytes_per_token: float
-    spool_gb_s: float
-    gpu_gib: float | None
 
 
 def random_target(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:
@@ -114,8 +102,8 @@ def plain(server: Server, samples: list[TokenSample], concurrency: int) -> float
 
 def captured(
     config: Config, target: Target, layers: list[int], codec: str, samples: list[TokenSample]
-) -> tuple[float, float]:
-    """Tokens per second and bytes per token of capturing into a store."""
+) -> tuple[float, float, int]:
+    """Capture into a store: seconds to the last capture, from there to the end, and its bytes."""
     with (
         tempfile.TemporaryDirectory(dir=config.runs_dir) as folder,
         extractor(config, target, layers, codecs.get(codec), longest=1) as servers,
@@ -130,15 +118,14 @@ def captured(
             _ = found.sha256
             return found
 
-        start, size = time.perf_counter(), 0
-        found = in_order(work, range(len(samples)), servers.workers)
-        for number, sample in enumerate(found):
+        size, start = 0, time.perf_counter()
+        arrived = start
+        for number, sample in enumerate(in_order(work, range(len(samples)), servers.workers)):
+            arrived = time.perf_counter()
             size += sample.nbytes
             writer.append(number, sample)
         writer.finish({})
-        seconds = time.perf_counter() - start
-    tokens = sum(len(s.input_ids) for s in samples)
-    return tokens / seconds, size / tokens
+        return arrived - start, time.perf_counter() - arrived, size
 
 
 @torch.no_grad()
@@ -217,29 +204,26 @@ def main() -> None:
         )
         config.extract.concurrency = arguments.concurrency
         table: list[Row] = []
+        disk = disk_mb_s(Path(scratch))
         with both(json.loads(arguments.server), target, layers) as (bare, capturing, spool):
             config.server.urls = [capturing.url]
             config.extract.spools = [str(spool.folder)]
             plain(bare, samples[:8], 8), plain(capturing, samples[:8], 8)  # warm both up
             for codec in arguments.codecs:
-                speeds: dict[str, list[float]] = {"plain": [], "capture": []}
-                size = 0.0
+                rounds: list[Round] = []
                 for _ in range(arguments.rounds):
-                    speeds["plain"].append(plain(bare, samples, arguments.concurrency))
-                    speed, size = captured(config, target, layers, codec, samples)
-                    speeds["capture"].append(speed)
-                medians = {k: statistics.median(v) for k, v in speeds.items()}
-                table.append(
-                    Row(
-                        codec=codec,
-                        plain_tok_s=medians["plain"],
-                        capture_tok_s=medians["capture"],
-                        ratio=medians["capture"] / medians["plain"],
-                        bytes_per_token=size,
-                        spool_gb_s=size * medians["capture"] / 1e9,
-                        gpu_gib=gpu_gib(),
+                    speed = plain(bare, samples, arguments.concurrency)
+                    captured_s, finish_s, size = captured(config, target, layers, codec, samples)
+                    rounds.append(
+                        Round(
+                            tokens=sum(len(s.input_ids) for s in samples),
+                            plain_tok_s=speed,
+                            captured_s=captured_s,
+                            finish_s=finish_s,
+                            size=size,
+                        )
                     )
-                )
+                table.append(row_of(codec, rounds, disk, gpu_gib()))
                 sys.stdout.write(json.dumps(asdict(table[-1])) + "\n")
                 sys.stdout.flush()
                 save(arguments, target, samples, table, {})
