@@ -25,9 +25,12 @@ from extraction.spool import Session, Spool, Ticket
 log = logging.getLogger(__name__)
 QUEUE_SIZE = 64
 """Pieces on their way before a forward has to wait for the spool."""
-WRITERS = 4
-"""Threads that write samples; as many samples again may wait for one. How many bytes that is, the
-client bounds: it asks for no more samples at a time than a spool has room for."""
+WRITERS = 8
+"""Threads that write samples. One would spend its time waiting for Python's lock, which the
+scheduler's thread keeps for up to 5 ms at each of a sample's some twenty system calls. As many
+samples again may wait for a writer. How many bytes that is, the client bounds: it asks for no more
+samples at a time than a spool has room for.
+"""
 
 
 @dataclass(slots=True)

@@ -165,8 +165,9 @@ class Spool:
         try:
             safetensors_file.write(temporary, columns)
             temporary.rename(self.path(ticket))
-        finally:
+        except BaseException:
             temporary.unlink(missing_ok=True)
+            raise
 
     def fail(self, ticket: Ticket, reason: str) -> None:
         """Server side: say that a sample will not come."""
