@@ -102,6 +102,18 @@ def test_two_threads_may_write_the_same_sample(
     assert {p.name for p in spool.folder.iterdir()} == {"secret"}
 
 
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, columns: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    spool = Spool.create(tmp_path / "s")
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", half)
+    with pytest.raises(OSError, match="No space left"):
+        spool.write(ticket(number=1, attempt=0, num_tokens=3), {})
+    assert {p.name for p in spool.folder.iterdir()} == {"secret"}
+
+
 def test_the_first_error_stays(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "s")
     spool.publish_error("cause")
