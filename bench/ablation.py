@@ -120,9 +120,7 @@ ROWS = {
     "norm_before_fc, norm_output, lr x 4": Row(overrides=(*NORMS, "optimizer.lr=0.008")),
     "muon 0.01": Row(overrides=MUON),
     "norm_before_fc, norm_output, muon 0.01": Row(overrides=(*NORMS, *MUON)),
-    "fp8": Row(overrides=("train.fp8=true",)),
     "fp8, by its definition": Row(start=fp8_products),
-    "muon 0.005": Row(overrides=("optimizer=muon", "optimizer.lr=0.005")),
     "speculators, its defaults": Row(peer="speculators"),
     "speculators, lr 0.02": Row(peer="speculators:lr=0.02"),
 }

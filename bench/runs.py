@@ -18,6 +18,7 @@ from eagle3.loss import Teacher
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.ttt import TTTModel
+from gpu import synchronize
 from training.data import BatchPlan, Split, pack
 from training.engine import World
 from training.train import Trainer
@@ -61,8 +62,7 @@ class Clock:
         self.began = self._now()
 
     def tick(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         self.ends.append(self._now() - self.began)
 
     def _now(self) -> float:

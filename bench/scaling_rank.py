@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from eagle3 import logging as console
 from eagle3.config import Config
+from gpu import allocated, synchronize
 from runs import compose
 from training.engine import World
 from training.train import Trainer
@@ -42,19 +43,13 @@ def elapsed_ms(start: Any, end: Any) -> float:
     return start.elapsed_time(end) if torch.cuda.is_available() else 1000 * (end - start)
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def measure(config: Config, world: World, warm_up: int) -> dict[str, Any]:
     """Train all steps of a configuration; the figures of those after `warm_up`, of all ranks."""
     gc.collect()
-    held = 0
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+    held = allocated()
     started = time.perf_counter()
     trainer = Trainer(config, world)
     marks, work = [], []

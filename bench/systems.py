@@ -17,6 +17,7 @@ from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel, supervised_rows
 from eagle3.vocab import DraftVocab
+from gpu import allocated
 from peers import SpecForge, Speculators, whole_blocks
 
 STEP_DECAY = 0.8
@@ -113,7 +114,3 @@ def build(name: str, config: DrafterConfig, batches: list[Batch], device: str) -
     gc.collect()
     system.resident = allocated() - before
     return system
-
-
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -45,14 +45,10 @@ import record
 from eagle3.batch import Batch
 from eagle3.drafter import DrafterConfig
 from eagle3.flops import useful_flops
+from gpu import allocated, synchronize
 from peers import use_specforge
-from systems import NAMES, System, allocated, build, weights
+from systems import NAMES, System, build, weights
 from workload import document_masks, make_batch
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def optimizer_ms(config: DrafterConfig, device: str) -> float:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from eagle3.errors import UserError
 from eagle3.vocab import DraftVocab
 
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+"""Switches of `DrafterConfig`, named as SGLang and speculators name them."""
+
 
 @dataclass(kw_only=True, slots=True)
 class DrafterConfig:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3 import provenance
-from eagle3.drafter import Drafter, DrafterConfig
+from eagle3.drafter import NORMS, Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.layers import from_sglang, to_sglang
 from eagle3.manifest import Manifest, write_json
@@ -207,7 +207,7 @@ def refuse(folder: Path, found: list[str]) -> None:
 def norms_of(folder: Path) -> list[str]:
     """The norm switches that this drafter was trained with; a server has to know them."""
     config = drafter_config(load_config(folder))
-    return [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    return [name for name in NORMS if getattr(config, name)]
 
 
 def problems(folder: Path) -> list[str]:

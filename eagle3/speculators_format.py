@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3 import layers
-from eagle3.drafter import Drafter, DrafterConfig
+from eagle3.drafter import NORMS, Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.export import assemble, load_config, refuse, rope_theta, tensor_problems
 from eagle3.target import Target
@@ -152,7 +152,7 @@ def _config(data: dict[str, Any]) -> DrafterConfig:
         num_layers=layer["num_hidden_layers"],
         rms_norm_eps=layer["rms_norm_eps"],
         rope_theta=rope_theta(layer),
-        **{flag: data.get(flag, False) for flag in ("norm_before_fc", "fc_norm", "norm_output")},
+        **{flag: data.get(flag, False) for flag in NORMS},
     )
 
 

@@ -111,7 +111,7 @@ def compare(
 ) -> dict[str, Any]:
     """Figures of one benchmark at one concurrency."""
     live = acceptance(speculative.histograms)
-    pairs = list(zip(plain.answers, speculative.answers, strict=True))
+    prompts = len(plain.answers)
     speeds = {"plain": plain.speed(), "speculative": speculative.speed()}
     figures = {
         "step0_acceptance": {"value": live.step0, "ci95": live.step0_ci95},
@@ -124,9 +124,9 @@ def compare(
         "tok_s_per_request": {k: v["tok_s_per_request"] for k, v in speeds.items()},
         "cached_tokens": {k: v["cached_tokens"] for k, v in speeds.items()},
         "speedup": speeds["speculative"]["tok_s"] / speeds["plain"]["tok_s"],
-        "identical_outputs": 1 - differing.outputs / len(pairs),
+        "identical_outputs": (prompts - differing.outputs) / prompts,
         "differences": differing.as_dict(),
-        "prompts": len(pairs),
+        "prompts": prompts,
         "output_tokens": speculative.tokens,
         "concurrency": speculative.concurrency,
     }
@@ -181,7 +181,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         key = name, run.concurrency
         differing[key] = differences(client, prompts[name], run, speculative[key])
 
-    plain, plain_settings = run_server(config, target, prompts, False, look_up)
+    plain, plain_settings = run_server(config, target, prompts, speculative=False, look_up=look_up)
     bigram = _bigram(config)
     table: dict[str, dict[str, Any]] = {name: {} for name in prompts}
     for (name, c), run in plain.items():

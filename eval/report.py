@@ -81,7 +81,9 @@ def write(run_dir: Path) -> Path:
 
 def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
-    lines += [*_table(COLUMNS, rows(results)), "", *_differences(results)]
+    lines += _table(COLUMNS, rows(results))
+    if differing := _differences(results):
+        lines += ["", *differing]
     predicted = results["offline"]
     if predicted is not None:
         low, high = predicted["step0_ci95"]

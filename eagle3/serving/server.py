@@ -98,8 +98,8 @@ def require_drafter_flags(flags: Iterable[str]) -> None:
     """
     found = find_spec("sglang")
     for folder in (found and found.submodule_search_locations) or ():
-        source = Path(folder) / "srt" / "models" / "llama_eagle3.py"
-        unknown = [flag for flag in flags if f'"{flag}"' not in source.read_text()]
+        source = (Path(folder) / "srt" / "models" / "llama_eagle3.py").read_text()
+        unknown = [flag for flag in flags if f'"{flag}"' not in source]
         if unknown:
             raise UserError(
                 f"sglang {check_version()} does not know {', '.join(unknown)} and would serve this "
