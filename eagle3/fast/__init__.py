@@ -7,10 +7,10 @@ gradients unless there is an `obstacle`, several times faster. What it does diff
     unroll.py         the drafter over all steps, and its gradients: one matrix product per weight
     fuse.py           aux states to hidden states, with their optional norms
     attention.py      step-0 keys by flash attention, a row's own later keys merged in
-    varlen.py         flash attention over segments, with the logsumexp
+    flash.py          flash attention over a document's step-0 keys, with the logsumexp
     diagonal.py       the merge, and its gradients
     rope.py           hidden and token half of a projection added and rotated
-    gather.py         rows scattered, heads of a group added up
+    gather.py         rows added to others
     norm.py           residual sum and RMS norms in one pass
     swiglu.py         SwiGLU
     fp8.py            matrix products, if asked for in fp8

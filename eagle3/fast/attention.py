@@ -1,7 +1,7 @@
 """Attention of the whole unroll: what is kept of each step, and its backward, last step first.
 
-Letters in shapes: R rows of a step, T rows of all steps together, S attention queries, N batch
-rows, Q query heads, G key/value heads, D head size.
+Letters in shapes: R rows of a step, T rows of all steps together, N batch rows, Q query heads, G
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from eagle3.drafter import DrafterConfig
-from eagle3.fast import varlen
 from eagle3.fast.diagonal import merge, merge_backward
-from eagle3.fast.gather import add_groups, scatter_rows
+from eagle3.fast.flash import add_grad_q, attend, grad_keys_values
 from eagle3.fast.layout import Layout
 from eagle3.fast.rope import heads, heads_backward, rotation_table
 
@@ -41,20 +40,18 @@ class UnrollAttention:
         self.table = rotation_table(
             layout.longest + len(parts), config.head_dim, config.rope_theta, token.device
         )
-        k, v = (token.new_empty(token.shape[0], self.num_kv, self.head_dim) for _ in range(2))
+        self.keys = token.new_empty(token.shape[0], self.num_kv, self.head_dim)
+        self.values = torch.empty_like(self.keys)
         halves = key_value.chunk(2, dim=1)
-        heads(halves[0], self.token[1], None, layout.positions, self.table, 0, k)
-        heads(halves[1], self.token[2], None, layout.positions, None, 0, v)
-        # flash attention would repeat keys for the heads of a group on its own in every backward
-        repeats = self.num_heads // self.num_kv
-        self.keys = k[layout.key_rows].repeat_interleave(repeats, dim=1)
-        self.values = v[layout.key_rows].repeat_interleave(repeats, dim=1)
+        heads(halves[0], self.token[1], None, layout.positions, self.table, 0, self.keys)
+        heads(halves[1], self.token[2], None, layout.positions, None, 0, self.values)
         total = parts[-1].stop
         # those of step 0 are not own keys: their rows stay unused
         self.own_keys = token.new_empty(total, self.num_kv, self.head_dim)
         self.own_values = torch.empty_like(self.own_keys)
-        self.q = token.new_zeros(len(parts), layout.num_slots, self.num_heads, self.head_dim)
-        self.logsumexp: list[Tensor] = []
+        # a row that ended at an earlier step keeps its place: zeros, which come to nothing
+        self.q = token.new_zeros(len(parts), len(layout.rows), self.num_heads, self.head_dim)
+        self.logsumexp = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
 
     def forward(self, step: int, projected: Tensor, mixed: Tensor) -> None:
         """Attend at one step.
@@ -73,24 +70,22 @@ class UnrollAttention:
             k, v = self.own_keys[part], self.own_values[part]
             heads(hidden[1], self.token[1], rows, at, self.table, step, k)
             heads(hidden[2], self.token[2], rows, at, None, step, v)
-        attended, logsumexp = varlen.forward(q, self.keys, self.values, layout)
+        attended = attend(q, self.keys, self.values, layout, self.logsumexp[step])
         merge(
             q, self.own_keys, self.own_values, step, layout.slots, layout.starts, attended,
-            logsumexp, self._as_heads(mixed),
+            self.logsumexp[step], self._as_heads(mixed),
         )  # fmt: skip
-        self.logsumexp.append(logsumexp)
 
     def start_backward(self) -> None:
         """Make room for gradients."""
         width = (self.num_heads + 2 * self.num_kv) * self.head_dim
         self.grad_token = self.q.new_zeros(len(self.token[0]), width, dtype=torch.float32)
-        rows = (len(self.keys), len(self.keys), len(self.own_keys), len(self.own_keys))
-        self.grad_keys, self.grad_values, self.grad_own_keys, self.grad_own_values = (
-            self.q.new_zeros(n, self.num_kv, self.head_dim, dtype=torch.float32) for n in rows
+        self.grad_own_keys, self.grad_own_values = (
+            torch.zeros_like(self.own_keys, dtype=torch.float32) for _ in range(2)
         )
-        # a place is written from its row's last step on, and zero before
-        self.mixed_slots = torch.zeros_like(self.q[0])
-        self.grad_slots = torch.zeros_like(self.q[0])
+        self.grad_mixed = torch.zeros_like(self.q)
+        self.delta = torch.zeros_like(self.logsumexp)
+        self.grad_q = torch.empty_like(self.q[0])
 
     def backward(
         self, step: int, mixed: Tensor, grad_mixed: Tensor, grad_projected: Tensor
@@ -104,22 +99,18 @@ class UnrollAttention:
         layout, part = self.layout, self.parts[step]
         rows, slots = layout.rows[: mixed.shape[0]], layout.slots[: mixed.shape[0]]
         mixed, grad_mixed = self._as_heads(mixed), self._as_heads(grad_mixed)
-        scatter_rows(mixed, slots, self.mixed_slots, add=False)
-        scatter_rows(grad_mixed, slots, self.grad_slots, add=False)
-        grad_slots_q, grad_keys, grad_values = varlen.backward(
-            self.grad_slots, self.q[step], self.keys, self.values, self.mixed_slots,
-            self.logsumexp[step], layout,
-        )  # fmt: skip
-        add_groups(grad_keys, self.grad_keys)
-        add_groups(grad_values, self.grad_values)
-        grad_q = merge_backward(
+        merge_backward(
             self.q[step], self.own_keys, self.own_values, step, slots, layout.starts, mixed,
-            self.logsumexp[step], grad_mixed, grad_slots_q, self.grad_own_keys,
-            self.grad_own_values,
+            self.logsumexp[step], grad_mixed, self.grad_mixed[step], self.delta[step], self.grad_q,
+            self.grad_own_keys, self.grad_own_values,
+        )  # fmt: skip
+        add_grad_q(
+            self.q[step], self.keys, self.values, self.grad_mixed[step], self.logsumexp[step],
+            self.delta[step], layout, self.grad_q,
         )  # fmt: skip
         hidden, token = self._split(grad_projected), self._split(self.grad_token)
         at = layout.positions
-        heads_backward(grad_q, rows, at, self.table, step, hidden[0], token[0])
+        heads_backward(self.grad_q, rows, at, self.table, step, hidden[0], token[0], slots)
         if step > 0:
             grad_k, grad_v = self.grad_own_keys[part], self.grad_own_values[part]
             heads_backward(grad_k, rows, at, self.table, step, hidden[1], token[1])
@@ -130,11 +121,11 @@ class UnrollAttention:
         num_rows = self.grad_token.shape[0]
         out = self.keys.new_empty(num_rows, 2 * self.num_kv * self.head_dim)
         halves, token = out.chunk(2, dim=1), self._split(self.grad_token)
-        at, key_rows = self.layout.positions, self.layout.key_rows
-        shape = num_rows, self.num_kv, self.head_dim
-        grad_k = self.grad_keys.new_zeros(shape).index_add_(0, key_rows, self.grad_keys)
+        grad_k, grad_v = grad_keys_values(
+            self.q, self.keys, self.values, self.grad_mixed, self.logsumexp, self.delta, self.layout
+        )
+        at = self.layout.positions
         heads_backward(grad_k, None, at, self.table, 0, halves[0], token[1])
-        grad_v = self.grad_values.new_zeros(shape).index_add_(0, key_rows, self.grad_values)
         heads_backward(grad_v, None, at, None, 0, halves[1], token[2])
         return out, self.grad_token
 

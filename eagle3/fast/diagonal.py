@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_own"])
+@triton.jit(do_not_specialize=["num_own"])
 def _merge_kernel(
-    q, own_keys, own_values, slots, starts, attended, logsumexp, out, num_slots, num_own, scale,
+    q, own_keys, own_values, slots, starts, attended, logsumexp, out, num_own, scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _merge_kernel(
     width = GROUPS * HEADS * SIZE
     query = tl.load(q + slot * width + at, mask=inside, other=0.0).to(tl.float32) * scale
     mixed = tl.load(attended + slot * width + at, mask=inside, other=0.0).to(tl.float32)
-    lse_at = logsumexp + (group * HEADS + head).to(tl.int64) * num_slots + slot
+    lse_at = logsumexp + (slot * GROUPS + group) * HEADS + head
     peak = tl.load(lse_at, mask=head < HEADS, other=0.0)
     total = tl.full([BLOCK_HEADS], 1.0, tl.float32)
     for step in range(1, num_own + 1):
@@ -50,10 +50,10 @@ def _merge_kernel(
     tl.store(lse_at, peak + tl.log(total), mask=head < HEADS)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_own"])
+@triton.jit(do_not_specialize=["num_own"])
 def _merge_backward_kernel(
-    q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_attended_q, grad_q,
-    grad_own_keys, grad_own_values, num_slots, num_own, scale,
+    q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_slots, deltas,
+    grad_q, grad_own_keys, grad_own_values, num_own, scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -67,13 +67,15 @@ def _merge_backward_kernel(
     at = (group * HEADS + head[:, None]) * SIZE + column[None, :]
     width = GROUPS * HEADS * SIZE
     query = tl.load(q + slot * width + at, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_mixed + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_mixed + row * width + at, mask=inside, other=0.0)
+    tl.store(grad_slots + slot * width + at, grad, mask=inside)
+    grad = grad.to(tl.float32)
     output = tl.load(mixed + row * width + at, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(output * grad, 1)
-    lse_at = logsumexp + (group * HEADS + head).to(tl.int64) * num_slots + slot
-    lse = tl.load(lse_at, mask=head < HEADS, other=float("inf"))
-    grad_query = tl.load(grad_attended_q + slot * width + at, mask=inside, other=0.0)
-    grad_query = grad_query.to(tl.float32)
+    of_head = (slot * GROUPS + group) * HEADS + head
+    tl.store(deltas + of_head, delta, mask=head < HEADS)
+    lse = tl.load(logsumexp + of_head, mask=head < HEADS, other=float("inf"))
+    grad_query = tl.zeros([BLOCK_HEADS, BLOCK_SIZE], tl.float32)
     for step in range(1, num_own + 1):
         own = (tl.load(starts + step) + row) * (GROUPS * SIZE) + group * SIZE + column
         key = tl.load(own_keys + own, mask=column < SIZE, other=0.0).to(tl.float32)
@@ -87,7 +89,7 @@ def _merge_backward_kernel(
         grad_value = tl.load(grad_own_values + own, mask=column < SIZE, other=0.0)
         grad_value += tl.sum(weight[:, None] * grad, 0)
         tl.store(grad_own_values + own, grad_value, mask=column < SIZE)
-    tl.store(grad_q + row * width + at, grad_query.to(grad_q.dtype.element_ty), mask=inside)
+    tl.store(grad_q + slot * width + at, grad_query.to(grad_q.dtype.element_ty), mask=inside)
 
 
 def merge(
@@ -107,12 +109,12 @@ def merge(
         q: rotated queries [S, Q, D]. own_keys, own_values: of all steps [T, G, D].
         slots: place of each row among the queries [>= R].
         attended: attention output over step-0 keys [S, Q, D].
-        logsumexp: of its scores [Q, S], float32; becomes that of all scores in place.
+        logsumexp: of its scores [S, Q], float32; becomes that of all scores in place.
         out: merged output in row order [R, Q, D].
     """
     rows, groups = out.shape[0], own_keys.shape[1]
     _merge_kernel[(rows, groups)](
-        q, own_keys, own_values, slots, starts, attended, logsumexp, out, q.shape[0], num_own,
+        q, own_keys, own_values, slots, starts, attended, logsumexp, out, num_own,
         q.shape[-1] ** -0.5, **_constants(q, groups),
     )  # fmt: skip
 
@@ -127,40 +129,39 @@ def merge_backward(
     mixed: Tensor,
     logsumexp: Tensor,
     grad_mixed: Tensor,
-    grad_attended_q: Tensor,
+    grad_slots: Tensor,
+    delta: Tensor,
+    grad_q: Tensor,
     grad_own_keys: Tensor,
     grad_own_values: Tensor,
-) -> Tensor:
-    """Gradients through the own keys.
+) -> None:
+    """Gradients through the own keys, and what those through the others need (`flash`).
 
     Args:
-        mixed, grad_mixed: merged output and its gradient [R, Q, D]. logsumexp: merged [Q, S].
-        grad_attended_q: gradient of q through the step-0 keys [S, Q, D].
+        mixed, grad_mixed: merged output and its gradient [R, Q, D]. logsumexp: merged [S, Q].
+        grad_slots: where the latter goes in the queries' order [S, Q, D].
+        delta: where its product with the output goes [S, Q], float32.
+        grad_q: where the gradient of the queries goes, in their order [S, Q, D].
         grad_own_keys, grad_own_values: float32 [T, G, D]; added to.
-
-    Returns:
-        The whole gradient of the queries, in row order [R, Q, D].
     """
     rows, groups = mixed.shape[0], own_keys.shape[1]
-    grad_q = torch.empty_like(grad_mixed)
     _merge_backward_kernel[(rows, groups)](
-        q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_attended_q,
-        grad_q, grad_own_keys, grad_own_values, q.shape[0], num_own, q.shape[-1] ** -0.5,
+        q, own_keys, own_values, slots, starts, mixed, logsumexp, grad_mixed, grad_slots, delta,
+        grad_q, grad_own_keys, grad_own_values, num_own, q.shape[-1] ** -0.5,
         **_constants(q, groups),
     )  # fmt: skip
-    return grad_q
 
 
 def merge_reference(
     q: Tensor, own_keys: Tensor, own_values: Tensor, attended: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merged output [R, Q, D] and logsumexp [Q, R]; own keys [R, k, G, D], all in row order."""
+    """Merged output [R, Q, D] and logsumexp [R, Q]; own keys [R, k, G, D], all in row order."""
     repeats = q.shape[1] // own_keys.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) for x in (own_keys, own_values))
-    scores = torch.einsum("rqd,rkqd->qrk", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("rqd,rkqd->rqk", q, k) * q.shape[-1] ** -0.5
     merged = torch.cat([logsumexp[..., None], scores], dim=-1).logsumexp(dim=-1)
-    first = (logsumexp - merged).exp().T[..., None] * attended
-    own = torch.einsum("qrk,rkqd->rqd", (scores - merged[..., None]).exp(), v)
+    first = (logsumexp - merged).exp()[..., None] * attended
+    own = torch.einsum("rqk,rkqd->rqd", (scores - merged[..., None]).exp(), v)
     return first + own, merged
 
 

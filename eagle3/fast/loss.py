@@ -7,7 +7,9 @@ The losses are those of `eagle3.loss`, with p the teacher, q the drafter and x i
     tv              1 - A                  q * (S - [q < p])
     log_acceptance  -log A                 q * (S - [q < p]) / A
 
-where A = sum min(p, q) and S sums q where q < p. Letters in shapes: R rows, M teacher rows, H
+where A = sum min(p, q) and S sums q where q < p. soft_ce takes p in the states' type, which moves
+its gradient by that type's rounding of p and halves what is read; the others, which compare p with
+q, take it from the teacher's float32 logits. Letters in shapes: R rows, M teacher rows, H
 hidden size, V draft vocabulary.
 """
 
@@ -49,8 +51,8 @@ def _softmax_of_lanes(lane_peak, lane_total, lane_best, num_columns):
 
 
 @triton.jit
-def _teacher_kernel(logits, logsumexp, top1, num_columns, BLOCK: tl.constexpr):
-    """One row a program."""
+def _teacher_kernel(logits, logsumexp, top1, probabilities, num_columns, BLOCK: tl.constexpr):
+    """One row a program; probabilities only where there is room for them."""
     row = tl.program_id(0).to(tl.int64)
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -63,20 +65,26 @@ def _teacher_kernel(logits, logsumexp, top1, num_columns, BLOCK: tl.constexpr):
     lse, highest = _softmax_of_lanes(peak, total, best, num_columns)
     tl.store(logsumexp + row, lse)
     tl.store(top1 + row, highest)
+    if probabilities is not None:
+        for start in range(0, num_columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            at = row * num_columns + column
+            x = tl.load(logits + at, mask=column < num_columns, other=LOWEST).to(tl.float32)
+            p = tl.exp(x - lse).to(probabilities.dtype.element_ty)
+            tl.store(probabilities + at, p, mask=column < num_columns)
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, teacher_logits, teacher_lse, teacher_top1, teacher_rows, row_weights, loss, top1, grads,
-    num_columns, HARD: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    logits, teacher, teacher_top1, teacher_rows, row_weights, loss, top1, grads, num_columns,
+    HARD: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: loss = logsumexp(x) - sum_v p(v) x(v); its gradient goes to `grads`."""
     row = tl.program_id(0).to(tl.int64)
     taught = tl.load(teacher_rows + row)
-    lse = tl.load(teacher_lse + taught)
     label = tl.load(teacher_top1 + taught)
     x_row = logits + row * num_columns
-    t_row = teacher_logits + taught * num_columns
+    p_row = taught * num_columns
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.int32)
@@ -89,8 +97,7 @@ def _cross_entropy_kernel(
         if HARD:
             lane_dot += tl.where(column == label, x, 0.0)
         else:
-            t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
-            lane_dot += tl.exp(t - lse) * x
+            lane_dot += tl.load(teacher + p_row + column, mask=inside, other=0.0).to(tl.float32) * x
     normaliser, highest = _softmax_of_lanes(peak, total, best, num_columns)
     tl.store(loss + row, normaliser - tl.sum(lane_dot, 0))
     tl.store(top1 + row, highest)
@@ -103,8 +110,7 @@ def _cross_entropy_kernel(
             if HARD:
                 p = tl.where(column == label, 1.0, 0.0)
             else:
-                t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
-                p = tl.exp(t - lse)
+                p = tl.load(teacher + p_row + column, mask=inside, other=0.0).to(tl.float32)
             grad = weight * (tl.exp(x - normaliser) - p)
             at = grads + row * num_columns + column
             tl.store(at, grad.to(grads.dtype.element_ty), mask=inside)
@@ -189,8 +195,11 @@ def lm_head_loss(
     }  # fmt: skip
     teacher_lse = torch.empty(len(teacher_logits), device=states.device, dtype=torch.float32)
     teacher_top1 = torch.empty(len(teacher_logits), device=states.device, dtype=torch.int32)
+    probabilities = None
+    if kind == "soft_ce":
+        probabilities = torch.empty_like(teacher_logits, dtype=states.dtype)
     _teacher_kernel[(len(teacher_logits),)](
-        teacher_logits, teacher_lse, teacher_top1, num_columns, **constants
+        teacher_logits, teacher_lse, teacher_top1, probabilities, num_columns, **constants
     )
     loss = torch.empty(num_rows, device=states.device, dtype=torch.float32)
     top1 = torch.empty(num_rows, device=states.device, dtype=torch.int64)
@@ -208,8 +217,8 @@ def lm_head_loss(
             )  # fmt: skip
         else:
             _cross_entropy_kernel[(logits.shape[0],)](
-                logits, teacher_logits, teacher_lse, teacher_top1, *rows, grads, num_columns,
-                HARD=kind == "hard_ce", NEED_GRAD=need_grad, **constants,
+                logits, probabilities, teacher_top1, *rows, grads, num_columns,
+                HARD=probabilities is None, NEED_GRAD=need_grad, **constants,
             )  # fmt: skip
         del logits
         if grad_weight is not None:

@@ -46,18 +46,19 @@ def _heads_kernel(
 
 @triton.jit(do_not_specialize=["step", "num_tokens"])
 def _heads_backward_kernel(
-    grad, rows, positions, table, grad_hidden, hidden_stride, grad_token, token_stride, step,
+    grad, rows, slots, positions, table, grad_hidden, hidden_stride, grad_token, token_stride, step,
     num_tokens, HEADS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """All heads of one row a program. No two rows of a step read the same token: no atomics."""
     index = tl.program_id(0).to(tl.int64)
     row = index if rows is None else tl.load(rows + index)
+    slot = index if slots is None else tl.load(slots + index)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     half = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (head < HEADS) & (half < HALF)
     at = head * (2 * HALF) + half
-    g = grad + index * (HEADS * 2 * HALF) + at
+    g = grad + slot * (HEADS * 2 * HALF) + at
     a = tl.load(g, mask=inside).to(tl.float32)
     b = tl.load(g + HALF, mask=inside).to(tl.float32)
     if ROTATED:
@@ -116,16 +117,17 @@ def heads_backward(
     step: int,
     grad_hidden: Tensor,
     grad_token: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     """Write the gradient of the hidden halves, and add that of the token halves.
 
     Args:
-        grad: gradient of the heads in the order of `rows` [R, h, D].
+        grad: gradient of the heads [*, h, D], that of row i at `slots[i]` (at i if None).
         grad_hidden: [R, h * D]. grad_token: float32 [N, h * D]. Both may be columns of wider ones.
     """
     num_heads, head_dim = grad.shape[-2:]
-    _heads_backward_kernel[(grad.shape[0],)](
-        grad, rows, positions, table, grad_hidden, grad_hidden.stride(0), grad_token,
+    _heads_backward_kernel[(grad_hidden.shape[0],)](
+        grad, rows, slots, positions, table, grad_hidden, grad_hidden.stride(0), grad_token,
         grad_token.stride(0), step, grad_token.shape[0], **_constants(num_heads, head_dim, table),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from eagle3.drafter import Drafter
 from eagle3.fast.attention import UnrollAttention
 from eagle3.fast.fp8 import Product
 from eagle3.fast.fuse import Fuse
-from eagle3.fast.gather import scatter_rows
+from eagle3.fast.gather import add_rows
 from eagle3.fast.layout import Layout
 from eagle3.fast.norm import add_norm, norm_backward
 from eagle3.fast.swiglu import swiglu, swiglu_backward_
@@ -158,13 +158,13 @@ class Unroll:
         # step 0: keys and values of all N rows, queries and residual of the first step's rows
         grad_key_value, grad_token_half = self.attention.finish_backward()
         grad_normed = grad_key_value @ self.hidden_qkv[width:]
-        scatter_rows(grad_inputs, self.layout.rows, grad_normed, add=True)
+        add_rows(grad_inputs, self.layout.rows, grad_normed)
         grad_fused = empty(self.fused)
         first, _ = norm_backward(
             self.fused, self.fused_rstd, self.hidden_norm, grad_normed, grad_fused
         )
         grad_hidden_norm += first
-        scatter_rows(grad_residual, self.layout.rows, grad_fused, add=True)
+        add_rows(grad_residual, self.layout.rows, grad_fused)
 
         own = slice(self.parts[0].stop, None)  # rows with keys and values of their own
         grad_hidden_qkv = empty(self.hidden_qkv, memory_format=torch.contiguous_format)

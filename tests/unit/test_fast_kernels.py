@@ -5,21 +5,20 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3.fast import layout as layouts
+from eagle3.fast import flash
 from eagle3.fast import loss as losses
-from eagle3.fast import varlen
 from eagle3.fast.diagonal import merge, merge_backward, merge_reference
-from eagle3.fast.gather import (
-    add_groups,
-    add_groups_reference,
-    scatter_rows,
-    scatter_rows_reference,
-)
+from eagle3.fast.gather import add_rows, add_rows_reference
 from eagle3.fast.norm import add_norm, norm_backward, norm_reference
 from eagle3.fast.rope import heads, heads_backward, heads_reference, rotation_table
 from eagle3.fast.step import scaled
@@ -86,22 +85,13 @@ def test_swiglu() -> None:
     close(gate_up, torch.autograd.grad(expected, exact, grad.double())[0])
 
 
-@pytest.mark.parametrize("add", [True, False])
-def test_scatter_rows(add: bool) -> None:
+def test_add_rows() -> None:
     torch.manual_seed(0)
-    x, out = random(3, 2, 5), random(6, 2, 5)
+    x, out = random(3, 5), random(6, 5)
     rows = torch.tensor([4, 0, 5], device=DEVICE)
-    expected = scatter_rows_reference(x, rows, out, add)
-    scatter_rows(x, rows, out, add)
+    expected = add_rows_reference(x, rows, out)
+    add_rows(x, rows, out)
     close(out, expected.double())
-
-
-def test_add_groups() -> None:
-    torch.manual_seed(0)
-    x, total = random(4, 6, 10), random(4, 2, 10)
-    expected = add_groups_reference(x, total)
-    add_groups(x, total)
-    close(total, expected.double())
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -126,6 +116,11 @@ def test_heads(rotated: bool, num_heads: int) -> None:
     heads_backward(grad, rows, positions, table, at_step, grad_hidden, grad_token)
     close(grad_hidden, grad_h)
     close(grad_token - before, grad_t)
+    in_slots = random(4, num_heads, 12)
+    in_slots[slots] = grad
+    heads_backward(in_slots, rows, positions, table, at_step, grad_hidden, grad_token, slots)
+    close(grad_hidden, grad_h)
+    close((grad_token - before) / 2, grad_t)
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
@@ -135,7 +130,7 @@ def test_merge(num_own: int) -> None:
     starts = torch.tensor([0, 7, 12, 16, 20], device=DEVICE)
     q, attended, grad = random(6, 6, 10), random(6, 6, 10), random(num_rows, 6, 10)
     own_keys, own_values = random(20, 2, 10), random(20, 2, 10)
-    logsumexp = random(6, 6)
+    logsumexp = random(6, 6)  # [S, Q]
     own = [slice(int(s), int(s) + num_rows) for s in starts[1 : num_own + 1]]
 
     def stacked(x: torch.Tensor) -> torch.Tensor:
@@ -143,54 +138,101 @@ def test_merge(num_own: int) -> None:
         return wide(torch.stack(parts, 1) if parts else x.new_empty(num_rows, 0, 2, 10))
 
     exact = [wide(q[slots]), stacked(own_keys), stacked(own_values)]
-    expected, merged = merge_reference(*exact, attended[slots].double(), logsumexp[:, slots])
+    expected, merged = merge_reference(*exact, attended[slots].double(), logsumexp[slots])
     expected_grads = torch.autograd.grad(
         expected, exact, grad.double(), allow_unused=True, materialize_grads=True
     )
     out = torch.empty_like(grad)
     merge(q, own_keys, own_values, num_own, slots, starts, attended, logsumexp, out)
     close(out, expected)
-    close(logsumexp[:, slots], merged)
+    close(logsumexp[slots], merged)
     grad_keys, grad_values = torch.zeros_like(own_keys), torch.zeros_like(own_values)
-    # autograd above held the step-0 logsumexp fixed; through_it is what its own gradient adds to q
-    through_it = torch.zeros_like(q)
-    grad_q = merge_backward(
-        q, own_keys, own_values, num_own, slots, starts, out, logsumexp, grad, through_it,
-        grad_keys, grad_values,
+    in_slots, grad_q = (torch.full_like(q, float("nan")) for _ in range(2))
+    delta = torch.zeros_like(logsumexp)
+    merge_backward(
+        q, own_keys, own_values, num_own, slots, starts, out, logsumexp, grad, in_slots, delta,
+        grad_q, grad_keys, grad_values,
     )  # fmt: skip
-    close(grad_q, expected_grads[0])
+    close(delta[slots], (out * grad).sum(-1).double())
+    assert torch.equal(in_slots[slots], grad) and in_slots[[1, 4]].isnan().all()
+    # autograd above held the step-0 logsumexp fixed; through it goes what flash adds to grad_q
+    close(grad_q[slots], expected_grads[0])
     for j, part in enumerate(own):
         close(grad_keys[part], expected_grads[1][:, j])
         close(grad_values[part], expected_grads[2][:, j])
     assert not grad_keys[: starts[1]].any() and not grad_values[: starts[1]].any()
 
 
-def test_segment_attention_reference_against_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "MIN_GAP", 1)
-    layout = laid_out(make_batch(small_masks(), tiny_config()))
+@pytest.mark.parametrize(
+    ("blocks", "num_heads", "size"),
+    [
+        *(((16, 16), *shape) for shape in ((4, 16), (6, 10), (2, 24))),
+        *((blocks, 6, 10) for blocks in ((16, 32), (32, 16), None)),
+        (None, 68, 8),  # more heads in a group than rows in a tile
+    ],
+)
+def test_flash(
+    blocks: tuple[int, int] | None, num_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against autograd through the reference, over ragged documents and three steps."""
+    for name in flash.TILES if blocks else ():
+        monkeypatch.setitem(flash.TILES, name, ((*blocks, 1, 1),) * 2)
+    masks = [
+        [1], [0, 1, 1], [1, 1, 1], [1] * 34, [0] * 40, [0] * 37 + [1] * 30 + [0] * 41 + [1] * 3,
+        [0] * 16 + [1] * 18,
+    ]  # fmt: skip
+    batch = make_batch(masks, tiny_config())
+    layout = laid_out(batch).to(DEVICE)
     torch.manual_seed(0)
-    q = torch.randn(layout.num_slots, 4, 8, dtype=torch.float64, requires_grad=True)
-    keys, values = (
-        torch.randn(len(layout.key_rows), 4, 8, dtype=torch.float64, requires_grad=True)
-        for _ in range(2)
+    num_queries = len(layout.rows)
+    q, grad = (random(3, num_queries, num_heads, size) for _ in range(2))
+    keys, values = random(batch.num_rows, 2, size), random(batch.num_rows, 2, size)
+    q[2, :9] = grad[2, :9] = 0  # rows that ended
+    exact = [wide(q), wide(keys), wide(values)]
+    expected = [flash.attend_reference(step, *exact[1:], layout) for step in exact[0]]
+    out, logsumexp, delta = torch.empty_like(q), *torch.empty(2, *q.shape[:3], device=DEVICE)
+    for k in range(3):
+        out[k] = flash.attend(q[k], keys, values, layout, logsumexp[k])
+        delta[k] = (out[k] * grad[k]).sum(-1)
+        close(out[k], expected[k][0])
+        close(logsumexp[k], expected[k][1])
+    objective = (torch.stack([x for x, _ in expected]) * grad).sum()
+    grad_q, *grad_kv = torch.autograd.grad(objective, exact)
+    for k in range(3):
+        found = torch.ones_like(q[k])
+        flash.add_grad_q(q[k], keys, values, grad[k], logsumexp[k], delta[k], layout, found)
+        close(found - 1, grad_q[k])
+    found_kv = flash.grad_keys_values(q, keys, values, grad, logsumexp, delta, layout)
+    for a, b in zip(found_kv, grad_kv, strict=True):
+        close(a, b)
+
+
+def test_flash_fits_every_gpu_that_the_fast_path_runs_on() -> None:
+    """Compiled for GPUs that need not be there; in a process without the interpreter."""
+    script = Path(__file__).with_name("compile_flash.py")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = [sys.executable, script]
+    found = subprocess.run(run, env=env, check=True, capture_output=True, text=True)
+    shared = json.loads(found.stdout)
+    assert {gpu for gpu, _, _, _ in shared} == {80, 89, 90}
+    limits = {80: 163, 89: 99, 90: 227}  # KiB of one program: A100, RTX 40, H100
+    too_large = [row for row in shared if row[3] > limits[row[0]] * 1024]
+    assert not too_large
+
+
+def test_flash_reference_against_pytorch() -> None:
+    batch = make_batch(small_masks(), tiny_config())
+    layout = laid_out(batch)
+    torch.manual_seed(0)
+    q = torch.randn(len(layout.rows), 4, 8, dtype=torch.float64)
+    keys, values = torch.randn(2, batch.num_rows, 2, 8, dtype=torch.float64)
+    out, _ = flash.attend_reference(q, keys, values, layout)
+    docs, rows = batch.doc_of_row(), layout.rows.sort().values
+    visible = (docs[rows, None] == docs) & (rows[:, None] >= torch.arange(batch.num_rows))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, keys, values)), attn_mask=visible, enable_gqa=True
     )
-    outputs = []
-    for i in range(len(layout.query_starts) - 1):
-        (a, b), (c, d) = layout.query_starts[i : i + 2], layout.key_starts[i : i + 2]
-        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(int(d - c - (b - a)))
-        k, v = keys[c:d].transpose(0, 1), values[c:d].transpose(0, 1)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        outputs.append(attend(q[a:b].transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1))
-    expected = torch.cat(outputs)
-    with torch.no_grad():
-        out, logsumexp = varlen.forward_reference(q, keys, values, layout)
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(expected)
-    found = varlen.backward_reference(
-        grad, q.detach(), keys.detach(), values.detach(), out, logsumexp, layout
-    )
-    for a, b in zip(found, torch.autograd.grad(expected, (q, keys, values), grad), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(out, found.transpose(0, 1))
 
 
 @pytest.mark.parametrize("kind", sorted(LOSSES))
