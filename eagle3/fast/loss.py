@@ -25,8 +25,11 @@ from eagle3.loss import LEAST_OVERLAP, wide_product
 CHUNK_BYTES = 2**31
 """Size of the largest logits and their gradients that ever exist."""
 
-BLOCK, NUM_WARPS = 4096, 8
+BLOCK, NUM_WARPS = 8192, 16
 """Columns at a time, and warps, of a program."""
+
+WHOLE_ROW = 32768
+"""Columns that a program's registers hold."""
 
 LOWEST = tl.constexpr(-1e30)
 """Below every logit, and finite: a difference of two is not NaN."""
@@ -114,6 +117,32 @@ def _cross_entropy_kernel(
             grad = weight * (tl.exp(x - normaliser) - p)
             at = grads + row * num_columns + column
             tl.store(at, grad.to(grads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _cross_entropy_of_whole_rows_kernel(
+    logits, teacher, teacher_top1, teacher_rows, row_weights, loss, top1, grads, num_columns,
+    HARD: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for rows that fit into a program's registers: everything is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    taught = tl.load(teacher_rows + row)
+    column = tl.arange(0, BLOCK)
+    inside = column < num_columns
+    x = tl.load(logits + row * num_columns + column, mask=inside, other=LOWEST).to(tl.float32)
+    if HARD:
+        p = tl.where(column == tl.load(teacher_top1 + taught), 1.0, 0.0)
+    else:
+        p = tl.load(teacher + taught * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+    peak = tl.max(x, 0)
+    exponential = tl.exp(x - peak)
+    total = tl.sum(exponential, 0)
+    tl.store(loss + row, peak + tl.log(total) - tl.sum(p * x, 0))
+    tl.store(top1 + row, tl.min(tl.where(x == peak, column, num_columns), 0))
+    if NEED_GRAD:
+        grad = tl.load(row_weights + row) * (exponential / total - p)
+        at = grads + row * num_columns + column
+        tl.store(at, grad.to(grads.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -216,9 +245,13 @@ def lm_head_loss(
                 LOG=kind == "log_acceptance", NEED_GRAD=need_grad, **constants,
             )  # fmt: skip
         else:
-            _cross_entropy_kernel[(logits.shape[0],)](
+            kernel, block = _cross_entropy_kernel, constants["BLOCK"]
+            if num_columns <= WHOLE_ROW:
+                kernel = _cross_entropy_of_whole_rows_kernel
+                block = triton.next_power_of_2(num_columns)
+            kernel[(logits.shape[0],)](
                 logits, probabilities, teacher_top1, *rows, grads, num_columns,
-                HARD=probabilities is None, NEED_GRAD=need_grad, **constants,
+                HARD=probabilities is None, NEED_GRAD=need_grad, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
         del logits
         if grad_weight is not None:

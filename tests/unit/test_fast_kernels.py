@@ -236,11 +236,21 @@ def test_flash_reference_against_pytorch() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(LOSSES))
-@pytest.mark.parametrize(("chunk_bytes", "num_rows"), [(2**31, 25), (1, 130)])
+@pytest.mark.parametrize(
+    ("chunk_bytes", "num_rows", "block", "whole_row"),
+    [(2**31, 25, 64, 64), (1, 130, 64, 64), (2**31, 25, 16, 0), (2**31, 25, 64, 0)],
+)
 def test_losses(
-    chunk_bytes: int, num_rows: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    chunk_bytes: int,
+    num_rows: int,
+    block: int,
+    whole_row: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(losses, "BLOCK", block)
+    monkeypatch.setattr(losses, "WHOLE_ROW", whole_row)
     torch.manual_seed(0)
     states, weight = random(num_rows, 16), random(50, 16)
     teacher_rows = torch.randint(0, 9, (num_rows,), device=DEVICE)
