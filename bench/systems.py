@@ -21,7 +21,8 @@ from gpu import allocated
 from peers import SpecForge, Speculators, whole_blocks
 
 STEP_DECAY = 0.8
-NAMES = ("eagle3", "eagle3-fp8", "plain", "speculators", "specforge", "specforge-b4")
+OURS = ("eagle3", "eagle3-fp8", "eagle3-frozen", "eagle3-frozen-fp8", "plain")
+NAMES = (*OURS, "speculators", "specforge", "specforge-b4")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +57,15 @@ def weights(config: DrafterConfig, device: str) -> tuple[Drafter, Tensor]:
     return drafter.to(dtype), lm_head.to(dtype)
 
 
-def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool, fp8: bool) -> System:
-    """Our training step; `plain` is the definition that runs everywhere."""
+def ours(variant: str, drafter: Drafter, lm_head: Tensor, batches: list[Batch]) -> System:
+    """Our training step.
+
+    Args:
+        variant: a name of OURS; `plain` is the definition that runs everywhere, `frozen` leaves
+            lm_head as it is, as speculators does.
+    """
+    plain, fp8, frozen = variant == "plain", "fp8" in variant, "frozen" in variant
+    drafter.lm_head.weight.requires_grad_(not frozen)
     model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [], fp8=fp8)
 
     def step(index: int, num_steps: int) -> None:
@@ -72,7 +80,10 @@ def ours(drafter: Drafter, lm_head: Tensor, batches: list[Batch], plain: bool, f
 
     on_gpu = fast.supported(model.drafter, batches[0])
     name = "eagle3" if on_gpu and not plain else "eagle3 (plain path)"
-    settings = "packed, supervised rows only, lm_head trained"
+    head = "frozen" if frozen else "trained"
+    settings = f"packed, supervised rows only, lm_head {head}"
+    if frozen:
+        name = f"{name}, lm_head frozen"
     if fp8:
         name, settings = f"{name}, fp8", f"{settings}, forward products of the layer in fp8"
     return System(
@@ -99,8 +110,8 @@ def build(name: str, config: DrafterConfig, batches: list[Batch], device: str) -
     """A system by the name it has on the command line."""
     before = allocated()
     drafter, lm_head = weights(config, device)
-    if name in ("eagle3", "eagle3-fp8", "plain"):
-        system = ours(drafter, lm_head, batches, name == "plain", name == "eagle3-fp8")
+    if name in OURS:
+        system = ours(name, drafter, lm_head, batches)
     elif name == "speculators":
         peer: Any = Speculators(drafter, lm_head)
         system = theirs(peer, batches, name, "packed, lm_head frozen, whole step compiled on a GPU")

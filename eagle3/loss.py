@@ -113,7 +113,8 @@ class _LmHeadLoss(torch.autograd.Function):
         loss, plain_loss = (_wide(hidden.new_zeros(())) for _ in range(2))
         top1 = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_grad else None
-        grad_weight = _wide(torch.zeros_like(weight)) if need_grad else None
+        train_weight = need_grad and ctx.needs_input_grad[1]
+        grad_weight = _wide(torch.zeros_like(weight)) if train_weight else None
         for start in range(0, hidden.shape[0], CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             logits = wide_product(hidden[part], weight.T)
@@ -124,10 +125,11 @@ class _LmHeadLoss(torch.autograd.Function):
             chunk_loss, chunk_plain_loss, grad_logits = found
             loss += chunk_loss
             plain_loss += chunk_plain_loss
-            if grad_hidden is not None and grad_weight is not None and grad_logits is not None:
+            if grad_hidden is not None and grad_logits is not None:
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] = grad_logits @ weight
-                grad_weight.addmm_(_wide(grad_logits.T), _wide(hidden[part]))
+                if grad_weight is not None:
+                    grad_weight.addmm_(_wide(grad_logits.T), _wide(hidden[part]))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(top1, plain_loss)
@@ -138,7 +140,7 @@ class _LmHeadLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
-            (grad_weight * grad_loss).to(ctx.weight_dtype),
+            None if grad_weight is None else (grad_weight * grad_loss).to(ctx.weight_dtype),
             *[None] * 5,
         )
 

@@ -205,6 +205,7 @@ def lm_head_loss(
     row_weights: Tensor,
     kind: str,
     need_grad: bool,
+    train_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss of each row, as `eagle3.loss` defines it.
 
@@ -214,6 +215,7 @@ def lm_head_loss(
         teacher_logits: float32 [M, V]; row `teacher_rows[i]` teaches row i.
         row_weights: factor of each row's loss in what the gradients are of [R], float32.
         kind: one of `eagle3.loss.LOSSES`.
+        train_weight: also make the gradient of `weight`, if any.
 
     Returns:
         Unweighted loss and top-1 draft id of each row [R], and the float32 gradient of `weight`.
@@ -232,7 +234,9 @@ def lm_head_loss(
     )
     loss = torch.empty(num_rows, device=states.device, dtype=torch.float32)
     top1 = torch.empty(num_rows, device=states.device, dtype=torch.int64)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad else None
+    grad_weight = None
+    if need_grad and train_weight:
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
     chunk = max(128, CHUNK_BYTES // (num_columns * (4 + states.element_size())) // 128 * 128)
     for start in range(0, num_rows, chunk):
         part = slice(start, start + chunk)
@@ -256,6 +260,7 @@ def lm_head_loss(
         del logits
         if grad_weight is not None:
             _add_product(grad_weight, grads.T, states[part])
+        if need_grad:
             torch.mm(grads, weight, out=states[part])
     return loss, top1, grad_weight
 

@@ -24,6 +24,7 @@ from eagle3.loss import TeacherRows
 from eagle3.ttt import TTTOutput
 
 BLOCK = 4096
+HEAD = "lm_head.weight"
 
 
 @triton.jit
@@ -106,12 +107,12 @@ class _FastTTT(torch.autograd.Function):
             row_weights *= torch.cat([own[:n] for _, n in _steps(layout, len(weights))])
         row_loss, top1, grad_lm_head = lm_head_loss(
             states, drafter.lm_head.weight, taught.logits, _teacher_rows(batch, layout, unroll),
-            row_weights, kind, need_grad,
+            row_weights, kind, need_grad, HEAD in names,
         )  # fmt: skip
         step_loss = torch.zeros(len(weights), device=states.device)
         for k, part in enumerate(unroll.parts):
             step_loss[k] = row_loss[part].sum()
-        if grad_lm_head is not None:
+        if need_grad:
             ctx.unroll, ctx.grad_states, ctx.grad_lm_head = unroll, states, grad_lm_head
             ctx.names, ctx.dtypes = names, [p.dtype for p in parameters]
         ctx.mark_non_differentiable(step_loss, top1)
@@ -130,9 +131,8 @@ class _FastTTT(torch.autograd.Function):
         grads = ctx.unroll.backward(scaled(ctx.grad_states, factor, ctx.grad_states.dtype))
         del ctx.unroll, ctx.grad_states
         dtypes = dict(zip(ctx.names, ctx.dtypes, strict=True))
-        head = "lm_head.weight"
-        if head in dtypes:
-            grads[head] = scaled(ctx.grad_lm_head, factor, dtypes[head])
+        if HEAD in dtypes:
+            grads[HEAD] = scaled(ctx.grad_lm_head, factor, dtypes[HEAD])
         del ctx.grad_lm_head
         return (*[None] * 9, *(grads[name].to(dtype) for name, dtype in dtypes.items()))
 

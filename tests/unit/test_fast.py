@@ -135,6 +135,29 @@ def compare_with_the_plain_path(
     torch.testing.assert_close(again.loss, output.loss.detach(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.skipif(GPU, reason="in Triton's interpreter")
+@pytest.mark.parametrize("on_fast_path", [True, False])
+def test_a_frozen_lm_head_changes_no_other_gradient(on_fast_path: bool) -> None:
+    drafter, lm_head = tiny_drafter(torch.float32)
+    model = TTTModel(drafter, Teacher(lm_head, drafter.vocab), [1.0, 0.8])
+    batch = make_batch(small_masks(), drafter.config, torch.float32)
+    batch.layout = laid_out(batch)
+    found = []
+    for trained in (True, False):
+        drafter.lm_head.weight.requires_grad_(trained)
+        model.zero_grad()
+        if on_fast_path:
+            taught = model.teacher(batch.final, top1=False)
+            output = fast_ttt(drafter, batch, taught, model.step_weights, torch.ones(2))
+        else:
+            output = model(batch, torch.ones(2), score=False)
+        output.loss.backward()
+        found.append(gradients(model))
+    assert found[0].pop("drafter.lm_head.weight").any() and found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name]), name
+
+
 def test_the_plain_path_stays_where_the_fast_one_does_not_apply() -> None:
     drafter, _ = tiny_drafter()
     batch = make_batch(small_masks(), drafter.config)
