@@ -31,8 +31,12 @@ class Segment:
     doc_start: int
 
 
+MOST_ROWS = 512
+"""Rows of a segment, which bounds the scores that exist at a time."""
+
+
 def segments(rows: Tensor, doc_starts: Tensor) -> list[Segment]:
-    """Cut ascending query rows [R] into runs of consecutive rows inside one document."""
+    """Cut ascending query rows [R] into short runs of consecutive rows inside one document."""
     if rows.numel() == 0:
         return []
     docs = torch.searchsorted(doc_starts, rows, right=True) - 1
@@ -42,8 +46,9 @@ def segments(rows: Tensor, doc_starts: Tensor) -> list[Segment]:
     first_rows = rows[starts].tolist()
     first_docs = doc_starts[docs[starts]].tolist()
     return [
-        Segment(start=s, end=e, first_row=r, doc_start=d)
+        Segment(start=part, end=min(part + MOST_ROWS, e), first_row=r + part - s, doc_start=d)
         for s, e, r, d in zip(starts, ends, first_rows, first_docs, strict=True)
+        for part in range(s, e, MOST_ROWS)
     ]
 
 

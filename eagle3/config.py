@@ -266,7 +266,7 @@ class EvalConfig:
     offline: bool = True
     """Predict the acceptance first, on held-out samples of the store."""
     offline_samples: int = 100
-    """At most so many: each is walked step by step, about a second of one core."""
+    """At most so many."""
     require_identical: bool = False
     """Exit non-zero unless every greedy output is the same with and without the drafter."""
 

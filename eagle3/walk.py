@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.decode import ChainDrafter
+from eagle3.batch import Batch
 from eagle3.drafter import Drafter
+from eagle3.ttt import unroll
 
 Draft = Callable[[int, int], list[int]]
 """(index of the last known token, number of drafts) -> draft token ids."""
+
+ROWS = 1024
+"""Rows whose logits exist at a time."""
 
 
 def generated_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
@@ -62,18 +66,44 @@ def sample_histograms(
         aux: [T, A * H], on the drafter's device and in its dtype.
         num_steps: drafts per verify step.
     """
-    chain = ChainDrafter(drafter)
-    ids = torch.tensor(tokens, device=aux.device)
-    known = 0
+    drafts = teacher_forced(drafter, tokens, loss_mask, aux, num_steps)
 
     def draft(last: int, steps: int) -> list[int]:
-        nonlocal known
-        # the server has verified tokens 0..last: it knows states 0..last-1 and what follows each
-        chain.extend(aux[known:last], ids[known + 1 : last + 1])
-        known = last
-        return chain.draft(steps)
+        # the server has verified tokens 0..last: row last - 1 reads the last of them
+        return drafts[:steps, last - 1].tolist()
 
     return [walk(tokens, span, draft, num_steps) for span in generated_spans(loss_mask)]
+
+
+@torch.no_grad()
+def teacher_forced(
+    drafter: Drafter, tokens: list[int], loss_mask: list[int], aux: Tensor, num_steps: int
+) -> Tensor:
+    """Every row's drafts, each made after the recorded tokens in place of the drafts before it.
+
+    As long as the drafts before it were accepted these are the same tokens, so up to and with its
+    first wrong one a chain's drafts are right here, and no walk looks further. All rows go through
+    the drafter together: one pass instead of one for each draft.
+
+    Returns:
+        Target ids [K, T]; -1 where a row's draft would be of a token that was not generated.
+    """
+    ids = torch.tensor(tokens, device=aux.device)
+    batch = Batch(
+        input_ids=ids,
+        loss_mask=torch.tensor(loss_mask, dtype=torch.bool, device=aux.device),
+        doc_starts=torch.tensor([0, len(tokens)], device=aux.device),
+        aux=aux,
+        final=aux.new_empty(0, drafter.config.hidden_size),
+        final_index=torch.full_like(ids, -1),
+    )
+    drafts = torch.full((num_steps, len(tokens)), -1)
+    for k, step in enumerate(unroll(drafter, batch, num_steps)):
+        for rows, states in zip(step.rows.split(ROWS), step.states.split(ROWS), strict=True):
+            drafts[k, rows.cpu()] = drafter.vocab.target_ids[
+                drafter.lm_head(states).argmax(dim=-1)
+            ].cpu()
+    return drafts
 
 
 def marginals(histogram: np.ndarray) -> np.ndarray:

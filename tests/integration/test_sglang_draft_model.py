@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3 import export, serving
-from eagle3.decode import ChainDrafter
 from eagle3.manifest import Manifest
 from eagle3.target import Target
+from tests.chain_drafter import ChainDrafter
 from tests.unit.test_export import AUX, target_drafter
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from eagle3 import attention
 from eagle3.attention import reference, segmented, segments
 from eagle3.batch import depths
 from tests.conftest import make_batch, ragged_masks, tiny_config
@@ -45,3 +46,11 @@ def test_segments_never_cross_a_document() -> None:
         (3, 2, 3),
         (7, 1, 6),
     ]
+
+
+def test_long_segments_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_ROWS", 2)
+    found = segments(torch.tensor([1, 2, 3, 4, 5, 7]), torch.tensor([0, 9]))
+    assert [(s.start, s.end, s.first_row) for s in found] == [
+        (0, 2, 1), (2, 4, 3), (4, 5, 5), (5, 6, 7),
+    ]  # fmt: skip

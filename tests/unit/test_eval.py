@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3 import attention
+from eagle3 import walk as walks
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
 from eval.baseline import Bigram
 from eval.differences import first_difference
 from eval.stats import acceptance
+from tests.chain_drafter import ChainDrafter
 from tests.conftest import make_batch, tiny_drafter
 
 
@@ -69,11 +72,16 @@ def test_bigram_drafts_the_most_frequent_follower() -> None:
     assert bigram.histogram([1, 2, 3], 2) == [0, 0, 1]
 
 
-def test_offline_histogram_equals_a_walk_with_a_fresh_cache_every_time() -> None:
-    from eagle3.decode import ChainDrafter
-
-    drafter, _ = tiny_drafter()
-    mask = [0, 0, 0] + [1] * 12 + [0, 0] + [1] * 6
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_layers": 2}, {"norm_before_fc": True, "norm_output": True}], ids=str
+)
+def test_offline_histogram_equals_a_walk_with_a_fresh_cache_every_time(
+    shape: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walks, "ROWS", 5)
+    monkeypatch.setattr(attention, "MOST_ROWS", 4)
+    drafter, _ = tiny_drafter(**shape)
+    mask = [0, 0, 0] + [1] * 12 + [0, 0] + [1] * 6 + [0] + [1]
     batch = make_batch([mask], drafter.config)
     tokens = batch.input_ids.tolist()
 
@@ -82,14 +90,13 @@ def test_offline_histogram_equals_a_walk_with_a_fresh_cache_every_time() -> None
         chain.extend(batch.aux[:last], batch.input_ids[1 : last + 1])
         return chain.draft(steps)
 
-    # make some drafts come true
-    for last in (3, 9):
-        drafts = fresh(last, 2)
-        tokens[last + 1 : last + 3] = drafts
+    # make chains of 0 to 3 drafts come true
+    for last, count in ((3, 2), (6, 3), (10, 1), (17, 3)):
+        tokens[last + 1 : last + 1 + count] = fresh(last, count)
         batch.input_ids = torch.tensor(tokens)
     found = sample_histograms(drafter, tokens, mask, batch.aux, 3)
     assert found == [walk(tokens, span, fresh, 3) for span in generated_spans(mask)]
-    assert sum(found[0][1:]) >= 1
+    assert all(sum(spans[k] for spans in found) >= 1 for k in range(4)), found
 
 
 def test_report_is_written_from_results_alone(tmp_path: Path) -> None:

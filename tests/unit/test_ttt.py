@@ -5,9 +5,9 @@ import torch
 
 from eagle3 import loss
 from eagle3.batch import Batch
-from eagle3.decode import ChainDrafter
 from eagle3.loss import LOSSES, Teacher
 from eagle3.ttt import TTTModel, supervised_rows, supervised_weight, unroll
+from tests.chain_drafter import ChainDrafter
 from tests.conftest import laid_out, make_batch, ragged_masks, small_masks, tiny_drafter, weighted
 from tests.unit.naive import documents, naive_logits, naive_loss, naive_sums, supervised
 

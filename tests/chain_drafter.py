@@ -1,6 +1,6 @@
 """Drafting one token at a time with a key/value cache: what a server does with the drafter.
 
-Used by the offline evaluation, and by the tests as the reference for the unrolled training form.
+The reference for the unrolled form, which training and the offline evaluation use.
 """
 
 from __future__ import annotations
