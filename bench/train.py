@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from eagle3.flops import useful_flops
 from gpu import allocated, synchronize
 from peers import use_specforge
 from systems import NAMES, System, build, weights
-from workload import document_masks, make_batch
+from workload import LLAMA_8B, make_batches
 
 
 def optimizer_ms(config: DrafterConfig, device: str) -> float:
@@ -151,13 +152,13 @@ def entry(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--intermediate", type=int, default=14336)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--hidden", type=int, default=LLAMA_8B.hidden_size)
+    parser.add_argument("--heads", type=int, default=LLAMA_8B.num_attention_heads)
+    parser.add_argument("--kv-heads", type=int, default=LLAMA_8B.num_key_value_heads)
+    parser.add_argument("--head-dim", type=int, default=LLAMA_8B.head_dim)
+    parser.add_argument("--intermediate", type=int, default=LLAMA_8B.intermediate_size)
+    parser.add_argument("--vocab", type=int, default=LLAMA_8B.vocab_size)
+    parser.add_argument("--draft-vocab", type=int, default=LLAMA_8B.draft_vocab_size)
     parser.add_argument("--tokens", type=int, default=16384, help="rows of a micro-batch")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="0: only the first steps")
@@ -180,16 +181,13 @@ def main() -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ.setdefault(name, tempfile.mkdtemp())  # a first step compiles what it needs
     use_specforge(args.specforge_path)
-    config = DrafterConfig(
-        hidden_size=args.hidden, num_aux=3, intermediate_size=args.intermediate,
+    config = replace(
+        LLAMA_8B, hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.head_dim,
-        vocab_size=args.vocab, draft_vocab_size=args.draft_vocab, max_position_embeddings=8192,
-        rope_theta=500000.0,
+        vocab_size=args.vocab, draft_vocab_size=args.draft_vocab,
     )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = np.random.default_rng(7)
-    masks = [document_masks(args.tokens, generator) for _ in range(args.batches)]
-    batches = [make_batch(m, config, device, seed=i) for i, m in enumerate(masks)]
+    batches = make_batches(args.tokens, args.batches, config, device)
     shared = allocated()
     systems = [build(name, config, batches, device) for name in args.systems]
     facts = record.facts()

@@ -10,6 +10,13 @@ import torch
 from eagle3.batch import Batch, needed_final
 from eagle3.drafter import DrafterConfig
 
+LLAMA_8B = DrafterConfig(
+    hidden_size=4096, num_aux=3, intermediate_size=14336, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, vocab_size=128256, draft_vocab_size=32000,
+    max_position_embeddings=8192, rope_theta=500000.0,
+)  # fmt: skip
+"""A drafter for Llama-3.1-8B."""
+
 
 def document_masks(tokens: int, generator: np.random.Generator) -> list[np.ndarray]:
     """Loss masks of documents with `tokens` rows in all."""
@@ -48,3 +55,10 @@ def make_batch(masks: list[np.ndarray], config: DrafterConfig, device: str, seed
         final_index=torch.where(needed, needed.cumsum(0) - 1, -1),
     )
     return batch.to(device, dtype)
+
+
+def make_batches(tokens: int, count: int, config: DrafterConfig, device: str) -> list[Batch]:
+    """The micro-batches that every benchmark of the training step takes."""
+    generator = np.random.default_rng(7)
+    masks = [document_masks(tokens, generator) for _ in range(count)]
+    return [make_batch(m, config, device, seed=i) for i, m in enumerate(masks)]

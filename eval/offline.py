@@ -1,7 +1,7 @@
 """Predict live acceptance without a server: `python -m eval.offline experiment=<name>`.
 
-Loads the exported folder, as a server would, and runs it step by step with a key/value cache over
-samples of the store that training never saw. Writes <run>/eval/offline.json.
+Loads the exported folder, as a server would, and replays speculative decoding over
+samples of the store that training never saw (`eagle3.walk`). Writes <run>/eval/offline.json.
 """
 
 from __future__ import annotations
