@@ -141,6 +141,8 @@ class ExtractConfig:
     """For `extraction.plan` before there is data."""
     max_rejected: float = 0.01
     """Share of samples that may fail verification before the run is aborted."""
+    of_eval: bool = False
+    """Capture the answers that `eval` measured instead, into <run>/eval/store, for `parity`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -333,6 +335,11 @@ class Config:
     @property
     def eval_dir(self) -> Path:
         return self.run_dir / "eval"
+
+    @property
+    def eval_store_dir(self) -> Path:
+        """Hidden states of the answers that `eval` measured."""
+        return self.eval_dir / "store"
 
     def resolved(self) -> dict[str, Any]:
         """For manifests, without what must stay secret."""

@@ -171,7 +171,7 @@ class DecoderLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Parameters and the pieces of a step; `ttt` unrolls it for training, `decode` for drafting."""
+    """Parameters and the pieces of a step; `ttt` unrolls it."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

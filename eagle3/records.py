@@ -2,11 +2,12 @@
 not.
 
 Forms, told apart by their keys: our own responses (`messages` + `output_ids`), pre-tokenised
-(`input_ids`, `loss_mask`), OpenAI `messages`, ShareGPT `conversations` (from/value or
-role/content), UltraChat `prompt` + `messages` or `data`, Alpaca (`instruction`/`input`/`output`),
-GSM8K (`question`/`answer`), MT-Bench `turns`, plain `prompt`. JSON Lines and JSON are read row by
-row, so that mixed types across rows cannot break a schema; Parquet and hub data sets go through
-`datasets`. A row of any form may carry `weight`, the factor of its losses in training.
+(`input_ids` with a `loss_mask`, or a prompt's `input_ids` with `output_ids`), OpenAI `messages`,
+ShareGPT `conversations` (from/value or role/content), UltraChat `prompt` + `messages` or `data`,
+Alpaca (`instruction`/`input`/`output`), GSM8K (`question`/`answer`), MT-Bench `turns`, plain
+`prompt`. JSON Lines and JSON are read row by row, so that mixed types across rows cannot break a
+schema; Parquet and hub data sets go through `datasets`. A row of any form may carry `weight`, the
+factor of its losses in training.
 """
 
 from __future__ import annotations
@@ -175,8 +176,11 @@ def checked_weight(value: Any) -> float:
 
 def _pretokenised(id: str, row: dict[str, Any], weight: float) -> Record:
     ids, mask = row["input_ids"], row.get("loss_mask")
+    if mask is None and isinstance(row.get("output_ids"), list):
+        mask = [0] * len(ids) + [1] * len(row["output_ids"])
+        ids = ids + row["output_ids"]
     if not isinstance(mask, list) or len(ids) != len(mask) or not ids:
-        raise RowError("input_ids without a loss_mask of the same length")
+        raise RowError("input_ids without output_ids or a loss_mask of the same length")
     mask = [int(bool(m)) for m in mask]
     return Record(id=id, input_ids=list(ids), loss_mask=mask, weight=weight)
 

@@ -66,13 +66,17 @@ def sample_histograms(
         aux: [T, A * H], on the drafter's device and in its dtype.
         num_steps: drafts per verify step.
     """
-    drafts = teacher_forced(drafter, tokens, loss_mask, aux, num_steps)
+    return replayed(teacher_forced(drafter, tokens, loss_mask, aux, num_steps), tokens, loss_mask)
+
+
+def replayed(drafts: Tensor, tokens: list[int], loss_mask: list[int]) -> list[list[int]]:
+    """Histogram of each generated span, given every row's drafts [K, T] (`teacher_forced`)."""
 
     def draft(last: int, steps: int) -> list[int]:
         # the server has verified tokens 0..last: row last - 1 reads the last of them
         return drafts[:steps, last - 1].tolist()
 
-    return [walk(tokens, span, draft, num_steps) for span in generated_spans(loss_mask)]
+    return [walk(tokens, span, draft, len(drafts)) for span in generated_spans(loss_mask)]
 
 
 @torch.no_grad()

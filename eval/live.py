@@ -259,7 +259,7 @@ def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
         config=config.resolved(),
         job_type="eval",
     )
-    table = wandb.Table(columns=report.COLUMNS, data=report.rows(results))
+    table = wandb.Table(columns=[*report.COLUMNS], data=report.rows(results))
     tracker.log(0, {"eval/benchmarks": table, "eval/step0": results["step0_acceptance"]["value"]})
     tracker.close()
 

@@ -41,6 +41,7 @@ class Extraction:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.folder = config.eval_store_dir if config.extract.of_eval else config.store_dir
         self.target = Target.from_config(config.target)
         self.aux_layers = self.target.aux_layers(config.target.aux_layers)
         self.codec = codecs.get(config.codec.name)
@@ -53,7 +54,7 @@ class Extraction:
             UserError: the configuration is not the store's, the budget does not fit, the servers
                 are not fit, or the disk is full.
         """
-        folder = self.config.store_dir
+        folder = self.folder
         whole = self._budget(self.todo, self.config.extract.tokens_per_s)
         log.info("budget: %s", whole)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,7 +101,7 @@ class Extraction:
 
     def _budget(self, samples: list[TokenSample], tokens_per_s: float | None) -> budget.Budget:
         return budget.plan(
-            self.config.store_dir,
+            self.folder,
             self.codec,
             workload(samples),
             num_aux=len(self.aux_layers),
@@ -113,9 +114,7 @@ class Extraction:
         left = self._budget(rest, tokens_per_s)
         log.info("left: %s", left)
         limits = self.config.extract
-        budget.require(
-            left, self.config.store_dir, max_bytes=limits.max_bytes, max_hours=limits.max_hours
-        )
+        budget.require(left, self.folder, max_bytes=limits.max_bytes, max_hours=limits.max_hours)
 
     def _manifest(self) -> Manifest:
         return Manifest(

@@ -101,7 +101,7 @@ def respond(config: Config) -> Path:
     if done < len(work):
         encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
         log_file = config.run_dir / "logs" / "respond-server.log"
-        envs = [{}] * config.server.replicas
+        envs: list[dict[str, str]] = [{}] * config.server.replicas
         with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
             pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
             with (

@@ -70,7 +70,8 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
     samples: list[TokenSample] = []
     skipped: Counter[str] = Counter()
     for source, factor in _sources(config, target):
-        records, unread = read(source, config.data.split, config.data.limit)
+        limit = None if config.extract.of_eval else config.data.limit
+        records, unread = read(source, config.data.split, limit)
         skipped += unread
         for record in records:
             try:
@@ -101,6 +102,11 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
 
 def _sources(config: Config, target: Target) -> list[tuple[str, float]]:
     """Files to read, and what their rows' weights are multiplied by."""
+    if config.extract.of_eval:
+        outputs = config.eval_dir / "outputs.jsonl"
+        if not outputs.exists():
+            raise UserError(f"extract.of_eval=true, but {outputs} is missing: run `eval` first")
+        return [(str(outputs), 1.0)]
     sources = list(config.data.conversations)
     if (config.responses_dir / NAME).exists():
         sources.insert(0, str(config.responses_dir / "responses.jsonl"))

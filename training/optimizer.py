@@ -68,7 +68,7 @@ def build(drafter: nn.Module, config: OptimizerConfig, ema: float | None) -> tor
     stay with AdamW.
     """
     named = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
-    shared = {
+    shared: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "weight_decay": config.weight_decay,

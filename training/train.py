@@ -124,7 +124,8 @@ class Trainer:
         both. The returned sums are without weights.
         """
         num_ttt = self.config.train.ttt_steps
-        weight = self.world.sum(sum(supervised_weight(x.batch, num_ttt) for x in window))
+        weights = [supervised_weight(x.batch, num_ttt) for x in window]
+        weight = self.world.sum(torch.stack(weights).sum(dim=0))
         scale = (self.world.size * len(window) / weight.masked_fill(weight == 0, 1)).float()
         totals = torch.zeros(3, num_ttt, dtype=torch.float64, device=self.world.device)
         engines.set_learning_rate(

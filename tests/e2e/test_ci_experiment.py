@@ -78,6 +78,26 @@ def test_live_histograms_are_those_of_our_own_drafter(ci_run: Run, target: Targe
     assert ended >= len(lines) // 2
 
 
+def test_parity_on_the_real_server(ci_run: Run) -> None:
+    """The states that the server captured of its own answers give the histograms it reported."""
+    done = make("parity", f"runs_dir={ci_run.folder.parent}")
+    assert "the server drafts what was trained" in done.stdout
+    found = json.loads((ci_run.folder / "eval" / "parity.json").read_text())
+    assert found["agrees"] and found["not_captured"] == 0
+    assert found["distance"] < 0.03  # the last steps of answers cut off by length
+    assert found["identical_histograms"] > 0.5
+    # a server that does not know norm_output would have had other histograms
+    config = ci_run.folder / "drafter" / "config.json"
+    before = config.read_text()
+    config.write_text(before.replace('"norm_output": true', '"norm_output": false'))
+    try:
+        changed = make("parity", f"runs_dir={ci_run.folder.parent}", check=False)
+    finally:
+        config.write_text(before)
+    assert changed.returncode != 0
+    assert "it drafts as with this fault: norm_output the other way round" in changed.stdout
+
+
 def test_training_simulated_what_the_offline_evaluation_finds(ci_run: Run) -> None:
     """The last validation and `eval` replay the same drafter on the same samples."""
     text = (ci_run.folder / "train" / "metrics.jsonl").read_text()

@@ -1,0 +1,190 @@
+"""Does the server draft what we draft? `python -m eval.parity experiment=<name>` (`make parity`).
+
+`eval` left every answer and its histogram of accepted drafts; `extract` with extract.of_eval=true
+has captured the hidden states of the same texts. Replayed over them, the exported drafter must be
+accepted as the live one was. If it was not, the server does not run what was trained: known causes
+are tried, and the one that explains the live histograms is named. Writes <run>/eval/parity.json;
+exits with 1 if the two differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3 import export as formats
+from eagle3 import provenance
+from eagle3.command import command
+from eagle3.config import Config
+from eagle3.drafter import Drafter
+from eagle3.errors import UserError
+from eagle3.manifest import Manifest, require_match, write_json
+from eagle3.store.reader import StoreReader
+from eagle3.target import Target
+from eagle3.walk import sample_histograms
+from eval.causes import Cause, known_causes
+from eval.stats import acceptance
+
+log = logging.getLogger(__name__)
+DIAGNOSED = 64
+"""Answers on which causes are tried."""
+
+Histograms = Callable[[list[int], list[int], Any, int], list[list[int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One live answer: its number in the store, and the server's histogram [K + 1]."""
+
+    number: int
+    histogram: list[int]
+
+
+def matched(lines: list[str], reader: StoreReader) -> tuple[list[Answer], int]:
+    """The answers that were captured, and how many were not; the same text may come several
+    times."""
+    numbers: dict[tuple[int, ...], int] = {}
+    for number in range(len(reader)):
+        ids, mask = reader.tokens(number)
+        numbers[(int(mask.sum()), *ids.tolist())] = number
+    found, missing = [], 0
+    for row in map(json.loads, lines):
+        key = len(row["output_ids"]), *row["input_ids"], *row["output_ids"]
+        if key in numbers:
+            found.append(Answer(number=numbers[key], histogram=row["histogram"]))
+        else:
+            missing += 1
+    return found, missing
+
+
+def replay(reader: StoreReader, answers: list[Answer], histograms: Histograms) -> list[list[int]]:
+    """Each answer's histogram as these drafts give it."""
+    found: dict[int, list[int]] = {}
+    for answer in answers:
+        if answer.number not in found:
+            ids, mask = reader.tokens(answer.number)
+            aux, _ = reader.states(answer.number)
+            num_steps = len(answer.histogram) - 1
+            (found[answer.number],) = histograms(
+                ids.tolist(), mask.int().tolist(), aux.float(), num_steps
+            )
+    return [found[answer.number] for answer in answers]
+
+
+def distance(a: list[list[int]], b: list[list[int]]) -> float:
+    """Verify steps counted differently, as a share of all: 0 for equal histograms, at most 1."""
+    pairs = [pair for x, y in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
+    moved = sum(abs(x - y) for x, y in pairs)
+    return moved / max(1, sum(map(sum, a)) + sum(map(sum, b)))
+
+
+def diagnose(
+    reader: StoreReader, answers: list[Answer], drafter: Drafter, causes: list[Cause]
+) -> list[dict[str, Any]]:
+    """Every cause with the distance of its histograms from the live ones, the nearest first."""
+    some = answers[:DIAGNOSED]
+    live = [answer.histogram for answer in some]
+    rows = []
+    for cause in causes:
+        found = replay(reader, some, lambda *x, c=cause: c.histograms(drafter, *x))
+        rows.append(
+            {
+                "cause": cause.name,
+                "remedy": cause.remedy,
+                "distance": distance(found, live),
+                "step0": acceptance(found).step0,
+            }
+        )
+    return sorted(rows, key=lambda row: row["distance"])
+
+
+def parity(config: Config) -> dict[str, Any]:
+    """The whole stage; returns what parity.json holds.
+
+    Raises:
+        UserError: nothing was measured or captured, or of another drafter or target.
+    """
+    outputs = config.eval_dir / "outputs.jsonl"
+    if not outputs.exists():
+        raise UserError(f"{outputs} is missing: run `eval` first")
+    target = Target.from_config(config.target)
+    drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
+    measured = Manifest.load(config.eval_dir, "eval").inputs["drafter"]
+    if measured != Manifest.load(config.drafter_dir, formats.KIND).hash():
+        raise UserError(f"{outputs} is of another drafter: run `eval` again")
+    if not config.eval_store_dir.exists():
+        raise UserError(
+            f"the answers' hidden states are not in {config.eval_store_dir}: run "
+            "`make parity`, or `extract` with extract.of_eval=true first"
+        )
+    reader = StoreReader(config.eval_store_dir)
+    wanted = {"target": target.identity(), "aux_layers": aux_layers}
+    remedy = f"Delete {config.eval_store_dir} and run `make parity` again."
+    require_match(wanted, reader.manifest.match, f"the store in {config.eval_store_dir}", remedy)
+    answers, missing = matched(outputs.read_text().splitlines(), reader)
+    if not answers:
+        raise UserError(f"no answer in {outputs} was captured. {remedy}")
+    live = [answer.histogram for answer in answers]
+    ours = replay(reader, answers, lambda *x: sample_histograms(drafter, *x))
+    there, here = acceptance(live), acceptance(ours)
+    low, high = there.step0_ci95
+    result: dict[str, Any] = {
+        "agrees": low <= here.step0 <= high,
+        "live": there.as_dict(),
+        "offline": here.as_dict(),
+        "distance": distance(live, ours),
+        "identical_histograms": sum(a == b for a, b in zip(live, ours, strict=True)) / len(live),
+        "answers": len(answers),
+        "not_captured": missing,
+        "causes": [],
+        "versions": provenance.versions(),
+        "git_commit": provenance.git_commit(),
+        "machine": provenance.machine(),
+    }
+    if not result["agrees"]:
+        result["causes"] = diagnose(
+            reader, answers, drafter, known_causes(drafter, target.lm_head().float())
+        )
+    write_json(config.eval_dir / "parity.json", result)
+    return result
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A few lines for the console and the report."""
+    low, high = result["live"]["step0_ci95"]
+    lines = [
+        f"parity on {result['answers']} live answers: step-0 acceptance live "
+        f"{result['live']['step0']:.1%} ({low:.1%} to {high:.1%}), ours on the same texts "
+        f"{result['offline']['step0']:.1%}; {result['identical_histograms']:.0%} of the histograms "
+        f"are the same, {result['distance']:.1%} of the verify steps differ"
+    ]
+    if result["not_captured"]:
+        lines.append(f"{result['not_captured']} answers were not captured and are left out")
+    if result["agrees"]:
+        return "\n".join([*lines, "the server drafts what was trained"])
+    lines.append("the server does not draft what was trained")
+    best = result["causes"][0]
+    if best["distance"] < result["distance"] / 2:
+        lines.append(f"it drafts as with this fault: {best['cause']}. {best['remedy']}.")
+    else:
+        lines.append(
+            "no known cause explains it. Left to check: the layer ids that the server captures, "
+            "its SGLang version, quantisation, and whether it serves another drafter"
+        )
+    return "\n".join(lines)
+
+
+@command("eval")
+def main(config: Config) -> None:
+    result = parity(config)
+    sys.stdout.write(summary(result) + "\n")
+    if not result["agrees"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
