@@ -8,7 +8,8 @@ The target answers every --greedy prompt greedily and every --sampled prompt --s
 --temperature, on `server.replicas` servers. All answers are captured into one store. One drafter is
 trained for each --variant (overrides, side by side on the GPUs); the one with the best validation
 accept length is exported and measured. The first plain server that answers is also the plain side
-of the comparison. Everything resumes.
+of the comparison. At last `parity` looks whether the server drafted what was trained. Everything
+resumes.
 """
 
 from __future__ import annotations
@@ -180,6 +181,11 @@ def main() -> None:
         story.run(
             "eval", "eval.live", f"eval.plain_url={answering[0].url}", *files, *chosen_overrides
         )
+    story.run("capture_answers", "extraction.extract", "extract.of_eval=true")
+    since = time.monotonic()
+    story.start("parity", "eval.parity").wait()  # 1: they differ, which is a result as well
+    story.seconds["parity"] = round(time.monotonic() - since, 1)
+    parity = json.loads((config.eval_dir / "parity.json").read_text())
     store = StoreReader(config.store_dir)
     labels = int(store.label_counts(range(len(store))).sum())
     results = json.loads((config.eval_dir / "results.json").read_text())
@@ -188,6 +194,7 @@ def main() -> None:
         {
             **results["benchmarks"],
             "offline": results["offline"],
+            "parity": {k: v for k, v in parity.items() if k not in record.facts()},
             "data": {
                 "samples": len(store),
                 "tokens": int(store.lengths.sum()),

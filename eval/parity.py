@@ -2,9 +2,10 @@
 
 `eval` left every answer and its histogram of accepted drafts; `extract` with extract.of_eval=true
 has captured the hidden states of the same texts. Replayed over them, the exported drafter must be
-accepted as the live one was. If it was not, the server does not run what was trained: known causes
-are tried, and the one that explains the live histograms is named. Writes <run>/eval/parity.json;
-exits with 1 if the two differ.
+accepted as the live one was: step-0 acceptance and accept length within the live figures'
+intervals. If it was not, the server does not run what was trained: known causes are tried, and the
+one that explains the live histograms is named. Writes <run>/eval/parity.json; exits with 1 if the
+two differ.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ def parity(config: Config) -> dict[str, Any]:
     live = [answer.histogram for answer in answers]
     ours = replay(reader, answers, lambda *x: sample_histograms(drafter, *x))
     there, here = acceptance(live), acceptance(ours)
-    low, high = there.step0_ci95
     result: dict[str, Any] = {
-        "agrees": low <= here.step0 <= high,
+        "agrees": _within(here.step0, there.step0_ci95)
+        and _within(here.accept_length, there.accept_length_ci95),
         "live": there.as_dict(),
         "offline": here.as_dict(),
         "distance": distance(live, ours),
@@ -153,14 +154,21 @@ def parity(config: Config) -> dict[str, Any]:
     return result
 
 
+def _within(value: float, interval: list[float]) -> bool:
+    return interval[0] <= value <= interval[1]
+
+
 def summary(result: dict[str, Any]) -> str:
     """A few lines for the console and the report."""
-    low, high = result["live"]["step0_ci95"]
+    there, here = result["live"], result["offline"]
+    low, high = there["step0_ci95"]
+    least, most = there["accept_length_ci95"]
     lines = [
-        f"parity on {result['answers']} live answers: step-0 acceptance live "
-        f"{result['live']['step0']:.1%} ({low:.1%} to {high:.1%}), ours on the same texts "
-        f"{result['offline']['step0']:.1%}; {result['identical_histograms']:.0%} of the histograms "
-        f"are the same, {result['distance']:.1%} of the verify steps differ"
+        f"parity on {result['answers']} live answers: step-0 acceptance live {there['step0']:.1%} "
+        f"({low:.1%} to {high:.1%}), ours on the same texts {here['step0']:.1%}; accept length "
+        f"{there['accept_length']:.2f} ({least:.2f} to {most:.2f}), ours "
+        f"{here['accept_length']:.2f}; {result['identical_histograms']:.0%} of the histograms are "
+        f"the same, {result['distance']:.1%} of the verify steps differ"
     ]
     if result["not_captured"]:
         lines.append(f"{result['not_captured']} answers were not captured and are left out")

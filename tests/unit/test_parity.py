@@ -118,10 +118,13 @@ def test_distance_is_a_share_of_the_verify_steps() -> None:
 
 
 def test_the_summary_names_the_cause_only_if_it_explains_much() -> None:
-    figures = {"step0": 0.5, "step0_ci95": [0.45, 0.55]}
+    figures = {
+        "step0": 0.5, "step0_ci95": [0.45, 0.55], "accept_length": 1.8,
+        "accept_length_ci95": [1.7, 1.9],
+    }  # fmt: skip
     result: dict[str, Any] = {
-        "answers": 9, "live": figures, "offline": {"step0": 0.8}, "identical_histograms": 0.1,
-        "distance": 0.4, "not_captured": 1, "agrees": False,
+        "answers": 9, "live": figures, "offline": {"step0": 0.8, "accept_length": 2.5},
+        "identical_histograms": 0.1, "distance": 0.4, "not_captured": 1, "agrees": False,
         "causes": [{"cause": "norm left out", "remedy": "use a newer one", "distance": 0.05}],
     }  # fmt: skip
     assert "as with this fault: norm left out. use a newer one." in summary(result)
