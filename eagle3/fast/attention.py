@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.drafter import DrafterConfig
 from eagle3.fast.diagonal import merge, merge_backward
-from eagle3.fast.flash import add_grad_q, attend, grad_keys_values
+from eagle3.fast.flash import Flash
 from eagle3.fast.layout import Layout
 from eagle3.fast.rope import heads, heads_backward, rotation_table
 
@@ -36,6 +36,7 @@ class UnrollAttention:
         self.layout, self.parts = layout, parts
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.flash = Flash(layout, self.num_heads, self.num_kv, self.head_dim)
         self.token = self._split(token)
         self.table = rotation_table(
             layout.longest + len(parts), config.head_dim, config.rope_theta, token.device
@@ -70,7 +71,7 @@ class UnrollAttention:
             k, v = self.own_keys[part], self.own_values[part]
             heads(hidden[1], self.token[1], rows, at, self.table, step, k)
             heads(hidden[2], self.token[2], rows, at, None, step, v)
-        attended = attend(q, self.keys, self.values, layout, self.logsumexp[step])
+        attended = self.flash.attend(q, self.keys, self.values, self.logsumexp[step])
         merge(
             q, self.own_keys, self.own_values, step, layout.slots, layout.starts, attended,
             self.logsumexp[step], self._as_heads(mixed),
@@ -104,9 +105,9 @@ class UnrollAttention:
             self.logsumexp[step], grad_mixed, self.grad_mixed[step], self.delta[step], self.grad_q,
             self.grad_own_keys, self.grad_own_values,
         )  # fmt: skip
-        add_grad_q(
+        self.flash.add_grad_q(
             self.q[step], self.keys, self.values, self.grad_mixed[step], self.logsumexp[step],
-            self.delta[step], layout, self.grad_q,
+            self.delta[step], self.grad_q,
         )  # fmt: skip
         hidden, token = self._split(grad_projected), self._split(self.grad_token)
         at = layout.positions
@@ -121,8 +122,8 @@ class UnrollAttention:
         num_rows = self.grad_token.shape[0]
         out = self.keys.new_empty(num_rows, 2 * self.num_kv * self.head_dim)
         halves, token = out.chunk(2, dim=1), self._split(self.grad_token)
-        grad_k, grad_v = grad_keys_values(
-            self.q, self.keys, self.values, self.grad_mixed, self.logsumexp, self.delta, self.layout
+        grad_k, grad_v = self.flash.grad_keys_values(
+            self.q, self.keys, self.values, self.grad_mixed, self.logsumexp, self.delta
         )
         at = self.layout.positions
         heads_backward(grad_k, None, at, self.table, 0, halves[0], token[1])

@@ -72,14 +72,14 @@ def _attend_some(
 
 @triton.jit
 def _attend_kernel(
-    q, keys, values, query_starts, key_starts, seen_keys, out, logsumexp, scale,
+    q, keys, values, docs, firsts, query_starts, key_starts, seen_keys, out, logsumexp, scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one document, with all heads of one group; the longest tiles first."""
+    """A tile of queries of one document, with all heads of one group."""
     TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_starts + doc) + (tl.num_programs(2) - 1 - tl.program_id(2)) * TILE
+    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
+    first = tl.load(firsts + tl.program_id(1))
     end = tl.load(query_starts + doc + 1)
     if first < end:
         end = tl.minimum(first + TILE, end)
@@ -137,14 +137,15 @@ def _grad_q_some(
 
 @triton.jit
 def _grad_q_kernel(
-    q, keys, values, query_starts, key_starts, seen_keys, grads, logsumexp, deltas, grad_q, scale,
+    q, keys, values, docs, firsts, query_starts, key_starts, seen_keys, grads, logsumexp, deltas,
+    grad_q, scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """As `_attend_kernel`; adds to `grad_q`."""
     TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_starts + doc) + (tl.num_programs(2) - 1 - tl.program_id(2)) * TILE
+    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
+    first = tl.load(firsts + tl.program_id(1))
     end = tl.load(query_starts + doc + 1)
     if first < end:
         end = tl.minimum(first + TILE, end)
@@ -210,16 +211,16 @@ def _grad_kv_some(
 
 @triton.jit(do_not_specialize=["num_steps", "num_slots"])
 def _grad_kv_kernel(
-    q, keys, values, query_starts, key_starts, first_queries, seen_keys, grads, logsumexp, deltas,
-    grad_keys, grad_values, scale, num_steps, num_slots,
+    q, keys, values, docs, firsts, query_starts, key_starts, first_queries, seen_keys, grads,
+    logsumexp, deltas, grad_keys, grad_values, scale, num_steps, num_slots,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one document and group; those that most queries see first."""
+    """A block of keys of one document and group."""
     TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.program_id(1)
+    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
     doc_row, doc_end = tl.load(key_starts + doc), tl.load(key_starts + doc + 1)
-    first_key = tl.program_id(2) * BLOCK_KEYS
+    first_key = tl.load(firsts + tl.program_id(1)) - doc_row
     if doc_row + first_key < doc_end:
         key, column = first_key + tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_SIZE)
         inside = (doc_row + key < doc_end)[:, None] & (column < SIZE)[None, :]
@@ -248,72 +249,117 @@ def _grad_kv_kernel(
         tl.store(grad_values + at, grad_v, mask=inside)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, logsumexp: Tensor) -> Tensor:
-    """Attention of one step's queries [S, Q, D] over keys and values [N, G, D] -> [S, Q, D].
+class Flash:
+    """Attention over the step-0 keys of a batch, for all steps, and its gradients.
 
     Args:
-        logsumexp: where that of the scaled scores goes [S, Q], float32.
+        num_heads, num_groups, size: Q, G and D.
     """
-    out = torch.empty_like(q)
-    constants = _constants(q, keys, "attend")
-    tile = constants["BLOCK_ROWS"] // constants["HEADS"]
-    grid = (keys.shape[1], layout.num_docs, triton.cdiv(layout.max_queries, tile))
-    _attend_kernel[grid](
-        q, keys, values, layout.query_starts, layout.key_starts, layout.seen, out, logsumexp,
-        q.shape[-1] ** -0.5, **constants,
-    )  # fmt: skip
-    return out
+
+    def __init__(self, layout: Layout, num_heads: int, num_groups: int, size: int) -> None:
+        self.layout, self.groups = layout, num_groups
+        self.scale = size**-0.5
+        self.constants = {name: _constants(name, num_heads, num_groups, size) for name in TILES}
+        # what each program works on, told by tables: documents differ too much for a plain grid
+        num_queries, num_keys = len(layout.rows), len(layout.positions)
+        self.pieces: dict[str, tuple[Tensor, Tensor]] = {}
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        for name in ("attend", "grad_q"):
+            tile = self.constants[name]["BLOCK_ROWS"] // (num_heads // num_groups)
+            if tile not in made:
+                docs, firsts = _cut(
+                    layout.query_starts, tile, num_queries // tile + layout.num_docs
+                )
+                last = (firsts + tile - 1).clamp(max=num_queries - 1)
+                made[tile] = _by_work(docs, firsts, layout.seen[last])
+            self.pieces[name] = made[tile]
+        block = self.constants["grad_kv"]["BLOCK_KEYS"]
+        docs, firsts = _cut(layout.key_starts, block, num_keys // block + layout.num_docs)
+        first_query = layout.first_queries[firsts.clamp(max=num_keys - 1)]
+        self.pieces["grad_kv"] = _by_work(docs, firsts, layout.query_starts[docs + 1] - first_query)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, logsumexp: Tensor) -> Tensor:
+        """Attention of one step's queries [S, Q, D] over keys and values [N, G, D] -> [S, Q, D].
+
+        Args:
+            logsumexp: where that of the scaled scores goes [S, Q], float32.
+        """
+        layout, out = self.layout, torch.empty_like(q)
+        _attend_kernel[self._grid("attend")](
+            q, keys, values, *self.pieces["attend"], layout.query_starts, layout.key_starts,
+            layout.seen, out, logsumexp, self.scale, **self.constants["attend"],
+        )  # fmt: skip
+        return out
+
+    def add_grad_q(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        grad_out: Tensor,
+        logsumexp: Tensor,
+        delta: Tensor,
+        grad_q: Tensor,
+    ) -> None:
+        """Add one step's gradient through these keys to that of the queries, `grad_q` [S, Q, D].
+
+        Args:
+            grad_out: gradient of the output [S, Q, D]. delta: sum over D of it times the output
+                [S, Q]. logsumexp: [S, Q]. Output and logsumexp may be those over these keys and
+                others.
+        """
+        layout = self.layout
+        _grad_q_kernel[self._grid("grad_q")](
+            q, keys, values, *self.pieces["grad_q"], layout.query_starts, layout.key_starts,
+            layout.seen, grad_out, logsumexp, delta, grad_q, self.scale, **self.constants["grad_q"],
+        )  # fmt: skip
+
+    def grad_keys_values(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        grad_out: Tensor,
+        logsumexp: Tensor,
+        delta: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of keys and values [N, G, D], float32, from the queries of all steps.
+
+        Args:
+            q, grad_out: [K, S, Q, D]; where a step has no query, grad_out and delta are 0.
+            logsumexp, delta: [K, S, Q], as in `add_grad_q`.
+        """
+        layout = self.layout
+        grads = [torch.empty_like(keys, dtype=torch.float32) for _ in range(2)]
+        _grad_kv_kernel[self._grid("grad_kv")](
+            q, keys, values, *self.pieces["grad_kv"], layout.query_starts, layout.key_starts,
+            layout.first_queries, layout.seen, grad_out, logsumexp, delta, *grads, self.scale,
+            *q.shape[:2], **self.constants["grad_kv"],
+        )  # fmt: skip
+        return grads[0], grads[1]
+
+    def _grid(self, kernel: str) -> tuple[int, int]:
+        return self.groups, len(self.pieces[kernel][0])
 
 
-def add_grad_q(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    grad_out: Tensor,
-    logsumexp: Tensor,
-    delta: Tensor,
-    layout: Layout,
-    grad_q: Tensor,
-) -> None:
-    """Add one step's gradient through these keys to that of the queries, `grad_q` [S, Q, D].
+def _cut(starts: Tensor, size: int, bound: int) -> tuple[Tensor, Tensor]:
+    """Every document cut into pieces of up to `size`: document and first index of each [bound].
 
-    Args:
-        grad_out: gradient of the output [S, Q, D]. delta: sum over D of it times the output [S, Q].
-        logsumexp: [S, Q]. Output and logsumexp may be those over these keys and others.
+    There are at most `bound`; what is left over begins behind everything. Nothing waits for a GPU.
     """
-    constants = _constants(q, keys, "grad_q")
-    tile = constants["BLOCK_ROWS"] // constants["HEADS"]
-    grid = (keys.shape[1], layout.num_docs, triton.cdiv(layout.max_queries, tile))
-    _grad_q_kernel[grid](
-        q, keys, values, layout.query_starts, layout.key_starts, layout.seen, grad_out, logsumexp,
-        delta, grad_q, q.shape[-1] ** -0.5, **constants,
-    )  # fmt: skip
+    pieces = (starts.diff() + size - 1) // size
+    ends = pieces.cumsum(0)
+    index = torch.arange(bound, device=starts.device)
+    docs = torch.searchsorted(ends, index, right=True)
+    some = docs.clamp(max=len(pieces) - 1)
+    firsts = starts[some] + (index - (ends - pieces)[some]) * size
+    return some.int(), torch.where(docs < len(pieces), firsts, 2**30).int()
 
 
-def grad_keys_values(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    grad_out: Tensor,
-    logsumexp: Tensor,
-    delta: Tensor,
-    layout: Layout,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values [N, G, D], float32, from the queries of all steps.
-
-    Args:
-        q, grad_out: [K, S, Q, D]; where a step has no query, grad_out and delta are 0.
-        logsumexp, delta: [K, S, Q], as in `add_grad_q`.
-    """
-    grads = [torch.empty_like(keys, dtype=torch.float32) for _ in range(2)]
-    constants = _constants(q, keys, "grad_kv")
-    blocks = triton.cdiv(layout.longest, constants["BLOCK_KEYS"])
-    _grad_kv_kernel[keys.shape[1], layout.num_docs, blocks](
-        q, keys, values, layout.query_starts, layout.key_starts, layout.first_queries,
-        layout.seen, grad_out, logsumexp, delta, *grads, q.shape[-1] ** -0.5, *q.shape[:2],
-        **constants,
-    )  # fmt: skip
-    return grads[0], grads[1]
+def _by_work(docs: Tensor, firsts: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """The pieces in the order in which they start: those with most work first."""
+    order = work.argsort(descending=True)
+    return docs[order], firsts[order]
 
 
 def attend_reference(
@@ -333,12 +379,11 @@ def attend_reference(
     return out, logsumexp
 
 
-def _constants(q: Tensor, keys: Tensor, kernel: str) -> dict[str, int]:
-    groups, size = keys.shape[1:]
-    heads = q.shape[-2] // groups
+def _constants(kernel: str, num_heads: int, num_groups: int, size: int) -> dict[str, int]:
+    heads = num_heads // num_groups
     rows, block_keys, num_warps, num_stages = TILES[kernel][size > 128]
     return {
-        "GROUPS": groups,
+        "GROUPS": num_groups,
         "HEADS": heads,
         "SIZE": size,
         "BLOCK_ROWS": max(rows, triton.next_power_of_2(heads)),

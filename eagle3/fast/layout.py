@@ -40,7 +40,7 @@ class Layout:
         positions: position of each batch row in its document [N], int64.
         starts: first row of each step in what is kept of all steps, and the total, int64.
         sizes: rows of each step, until there are none.
-        max_queries: of any document. longest: rows of the longest document.
+        longest: rows of the longest document.
     """
 
     rows: Tensor
@@ -52,7 +52,6 @@ class Layout:
     positions: Tensor
     starts: Tensor
     sizes: tuple[int, ...]
-    max_queries: int
     longest: int
 
     @classmethod
@@ -75,7 +74,6 @@ class Layout:
             positions=positions,
             starts=_starts(deeper),
             sizes=tuple(deeper.tolist()),
-            max_queries=int(before[doc_starts].diff().max()),
             longest=int(lengths.max()),
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,7 +21,7 @@ KERNELS = {
 TYPES = {
     "*bf16": {"q", "keys", "values", "grads", "grad_q", "out"},
     "*fp32": {"logsumexp", "deltas", "grad_keys", "grad_values"},
-    "*i32": {"query_starts", "key_starts", "seen_keys", "first_queries"},
+    "*i32": {"docs", "firsts", "query_starts", "key_starts", "seen_keys", "first_queries"},
     "i32": {"num_steps", "num_slots"},
     "fp32": {"scale"},
 }
@@ -31,7 +30,7 @@ TYPES = {
 def shared_bytes(capability: int, size: int, name: str) -> int:
     """Of one program, for heads of `size` in groups of four."""
     kernel = KERNELS[name]
-    constants = flash._constants(torch.empty(1, 8, size), torch.empty(1, 2, size), name)
+    constants = flash._constants(name, 8, 2, size)
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages")}
     signature = dict.fromkeys(constants, "constexpr")
     signature |= {n: t for t, names in TYPES.items() for n in names & {*kernel.arg_names}}

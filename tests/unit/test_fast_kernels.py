@@ -190,9 +190,10 @@ def test_flash(
     q[2, :9] = grad[2, :9] = 0  # rows that ended
     exact = [wide(q), wide(keys), wide(values)]
     expected = [flash.attend_reference(step, *exact[1:], layout) for step in exact[0]]
+    attention = flash.Flash(layout, num_heads, 2, size)
     out, logsumexp, delta = torch.empty_like(q), *torch.empty(2, *q.shape[:3], device=DEVICE)
     for k in range(3):
-        out[k] = flash.attend(q[k], keys, values, layout, logsumexp[k])
+        out[k] = attention.attend(q[k], keys, values, logsumexp[k])
         delta[k] = (out[k] * grad[k]).sum(-1)
         close(out[k], expected[k][0])
         close(logsumexp[k], expected[k][1])
@@ -200,11 +201,22 @@ def test_flash(
     grad_q, *grad_kv = torch.autograd.grad(objective, exact)
     for k in range(3):
         found = torch.ones_like(q[k])
-        flash.add_grad_q(q[k], keys, values, grad[k], logsumexp[k], delta[k], layout, found)
+        attention.add_grad_q(q[k], keys, values, grad[k], logsumexp[k], delta[k], found)
         close(found - 1, grad_q[k])
-    found_kv = flash.grad_keys_values(q, keys, values, grad, logsumexp, delta, layout)
+    found_kv = attention.grad_keys_values(q, keys, values, grad, logsumexp, delta)
     for a, b in zip(found_kv, grad_kv, strict=True):
         close(a, b)
+
+
+def test_every_piece_of_a_document_is_in_the_tables_once() -> None:
+    starts = torch.tensor([0, 5, 5, 6, 14])
+    docs, firsts = flash._cut(starts, 4, bound=14 // 4 + 4)
+    assert list(zip(docs.tolist(), firsts.tolist(), strict=True))[:5] == [
+        (0, 0), (0, 4), (2, 5), (3, 6), (3, 10),
+    ]  # fmt: skip
+    assert (firsts[5:] > 14).all()
+    docs, firsts = flash._by_work(docs, firsts, torch.tensor([3, 9, 1, 7, 2, 0, 0]))
+    assert firsts.tolist()[:5] == [4, 6, 0, 10, 5] and docs.tolist()[:5] == [0, 3, 0, 3, 2]
 
 
 def test_flash_fits_every_gpu_that_the_fast_path_runs_on() -> None:
