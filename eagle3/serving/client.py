@@ -66,9 +66,16 @@ class Client:
             return False
 
     def info(self) -> dict[str, Any]:
-        """The server's arguments and state."""
+        """The server's arguments and state.
+
+        Raises:
+            RequestFailed: it gives none, or does not answer.
+        """
         for path in ("/server_info", "/get_server_info"):
-            reply = self._session.get(self.url + path, timeout=30)
+            try:
+                reply = self._session.get(self.url + path, timeout=30)
+            except requests.RequestException as error:
+                raise RequestFailed(f"{self.url}{path}: {type(error).__name__}: {error}") from error
             if reply.ok:
                 return reply.json()
         raise RequestFailed(f"{self.url} gives no server info: HTTP {reply.status_code}")

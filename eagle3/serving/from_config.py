@@ -27,11 +27,26 @@ def get_servers(
     if config.urls:
         yield [connect(url, config.api_key, config.timeout_s) for url in config.urls]
         return
+    whats = launches(config, model, log, args=args, envs=envs, plugins=plugins)
+    with launch(*whats, timeout_s=config.timeout_s) as servers:
+        yield servers
+
+
+def launches(
+    config: ServerConfig,
+    model: Path,
+    log: Path,
+    *,
+    args: dict[str, Any] | None = None,
+    envs: Sequence[dict[str, str]] = ({},),
+    plugins: Sequence[str] = (),
+) -> list[Launch]:
+    """What `get_servers` starts; the configuration's flags give way to `args`."""
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )
     gpus = int(config.args.get("tp_size") or config.args.get("tp") or 1)
-    whats = [
+    return [
         Launch(
             model=model,
             log=log if len(envs) == 1 else log.with_stem(f"{log.stem}-{number}"),
@@ -49,8 +64,6 @@ def get_servers(
         )
         for number, env in enumerate(envs)
     ]
-    with launch(*whats, timeout_s=config.timeout_s) as servers:
-        yield servers
 
 
 @contextmanager

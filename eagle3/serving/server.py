@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -167,13 +168,12 @@ def _end(servers: Sequence[Server]) -> None:
             server.process.wait()
 
 
-def command(what: Launch, port: int, backend: str | None) -> list[str]:
-    """The command line that starts a server."""
+def command(what: Launch, port: int | None, backend: str | None) -> list[str]:
+    """The command line that starts a server; without a port SGLang takes its default."""
     args = {
         "model_path": str(what.model),
         "host": what.host,
         "port": port,
-        "nccl_port": _free_port(),
         "attention_backend": backend,
         **what.args,
     }
@@ -190,18 +190,32 @@ def command(what: Launch, port: int, backend: str | None) -> list[str]:
     return line
 
 
-def _spawn(what: Launch, backend: str | None, timeout_s: float) -> Server:
-    port = what.port or _free_port()
-    env = dict(os.environ)
+def environment(what: Launch) -> dict[str, str]:
+    """What a server needs in its environment beside the inherited one."""
+    env: dict[str, str] = {}
     plugins = list(what.plugins)
     if cpu.needed():
         env.update(cpu.environment())
         plugins.append("eagle3_cpu")
+    if plugins:
+        env["SGLANG_PLUGINS"] = ",".join(plugins)
+    return env | what.env
+
+
+def shell_command(what: Launch, backend: str | None) -> str:
+    """One line for a shell that starts the server outside this framework."""
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in environment(what).items()]
+    line = ["python", *command(what, what.port, backend)[1:]]
+    return " ".join([*assignments, shlex.join(line)])
+
+
+def _spawn(what: Launch, backend: str | None, timeout_s: float) -> Server:
+    port = what.port or _free_port()
     # a whitelist; the name `none` keeps every plugin out
-    env["SGLANG_PLUGINS"] = ",".join(plugins) or "none"
-    env.update(what.env)
+    env = {**os.environ, "SGLANG_PLUGINS": "none", **environment(what)}
     what.log.parent.mkdir(parents=True, exist_ok=True)
-    line = command(what, port, backend)
+    args = {"nccl_port": _free_port(), **what.args}
+    line = command(replace(what, args=args), port, backend)
     log.info("starting %s", " ".join(line))
     with what.log.open("wb") as output:
         process = subprocess.Popen(

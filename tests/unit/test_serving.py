@@ -1,5 +1,6 @@
 import http.server
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -119,6 +120,22 @@ def test_command_line() -> None:
     text = " ".join(line)
     assert "--attention-backend triton" in text and "--tp-size 2 --skip --list 1 2" in text
     assert "--no" not in line and "--model-path m --host 127.0.0.1 --port 31000" in text
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_servers_command_for_a_shell(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.cpu, "needed", lambda: on_cpu)
+    what = Launch(model=Path("a model"), log=Path("l"), args={"skip": True}, env={"X": "1 2"})
+    *assignments, flags = servers.shell_command(what, "triton").partition("python -m ")
+    assignments = shlex.split(assignments[0])
+    assert assignments[-1] == "X=1 2"
+    assert ("SGLANG_PLUGINS=eagle3_cpu" in assignments) == on_cpu
+    assert ("SGLANG_USE_CPU_ENGINE=1" in assignments) == on_cpu
+    assert flags.startswith("sglang.launch_server ")
+    assert flags.endswith(
+        "--model-path 'a model' --host 127.0.0.1 --attention-backend triton --skip"
+    )
+    assert ("--device cpu" in flags) == on_cpu
 
 
 @pytest.mark.parametrize("found", ["0.5.13", "0.5.24", "0.6.0"])
