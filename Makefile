@@ -9,7 +9,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.eagle3-$(shell sha256sum requirements.lock 2>/dev/null | cut -c1-16)
 RUN     = $(PY) -m $(1) experiment=$(EXP) $(ARGS)
 
-.PHONY: help setup check test respond extract plan verify train export eval parity sweep demo clean
+.PHONY: help setup check test respond extract plan verify train export eval parity tune sweep demo clean
 help:      ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
@@ -55,6 +55,8 @@ eval: setup      ## plain and EAGLE-3 server on held-out prompts; writes the rep
 parity: setup    ## does the server draft what was trained? captures eval's answers and compares
 	$(call RUN,extraction.extract) extract.of_eval=true
 	$(call RUN,eval.parity)
+tune: setup      ## which speculative settings serve the drafter of EXP fastest; the command to launch
+	$(call RUN,eval.tune)
 
 sweep: setup     ## Hydra multirun over training, for example ARGS="optimizer.lr=1e-3,3e-3"
 	$(PY) -m training.train --multirun experiment=$(EXP) \

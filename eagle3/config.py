@@ -274,6 +274,23 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TuneConfig:
+    """Speculative settings that `eval.tune` tries: every combination of these lists.
+
+    Benchmarks, concurrency, max_new_tokens and warm-up are those of `eval`.
+    """
+
+    num_steps: list[int] = field(default_factory=lambda: [1, 2, 3, 5])
+    """Draft steps before each verification."""
+    topk: list[int] = field(default_factory=lambda: [1])
+    """Branches of each draft step; 1 drafts a chain."""
+    draft_tokens: list[int] | None = None
+    """Tokens of a tree that the target checks at a time, its root included; must be set for
+    topk > 1, and is only for it (a chain always has num_steps + 1). A combination whose tree has
+    fewer, 1 + topk + (num_steps - 1) * topk^2, is left out."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LoggerConfig:
     """Metrics always go to metrics.jsonl; wandb is offline unless a key is set."""
 
@@ -308,6 +325,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     benchmark: dict[str, BenchmarkConfig] = field(default_factory=dict)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train_dir: str | None = None
     """Checkpoints and metrics; default <run>/train. A sweep gives each job its own."""

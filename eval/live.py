@@ -34,40 +34,51 @@ from eval.benchmarks import Prompt
 from eval.differences import Differences, differences
 from eval.measure import Run, histograms, measure
 from eval.offline import offline
+from eval.speculation import Speculation
 from eval.stats import acceptance
 
 log = logging.getLogger(__name__)
 Runs = dict[tuple[str, int], Run]
 
 
-def speculative_args(config: Config) -> dict[str, Any]:
-    """SGLang flags that serve the run's drafter as a chain."""
-    return {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(config.drafter_dir),
-        "speculative_num_steps": config.eval.num_steps,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": config.eval.num_steps + 1,
-    }
+def require_servable(config: Config, target: Target) -> Manifest:
+    """Manifest of the run's drafter.
+
+    Raises:
+        UserError: it is not for this target, is not whole, or the installed SGLang would serve it
+            wrongly.
+    """
+    manifest = Manifest.load(config.drafter_dir, formats.KIND)
+    require_match(
+        {"target": target.identity()}, manifest.match, f"{config.drafter_dir}",
+        "Evaluate a drafter on the target it was trained for.",
+    )  # fmt: skip
+    if found := formats.problems(config.drafter_dir):
+        raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
+    if config.eval.speculative_url is None:
+        require_drafter_flags(formats.norms_of(config.drafter_dir))
+    return manifest
 
 
 def run_server(
     config: Config,
     target: Target,
     prompts: dict[str, list[Prompt]],
-    speculative: bool,
+    name: str,
+    speculation: Speculation | None,
     look_up: Callable[[Client, str, Run], None] = lambda *_: None,
 ) -> tuple[Runs, dict[str, Any]]:
     """Answer everything on one server; returns the runs and the settings in force.
 
-    look_up: called with the server's client, the benchmark and each run once all are measured.
+    name: of its log. speculation: None serves the target alone. look_up: called with the server's
+    client, the benchmark and each run once all are measured.
     """
-    name = "speculative" if speculative else "plain"
-    wanted = speculative_args(config) if speculative else {"speculative_algorithm": None}
-    args = {"disable_radix_cache": True, **wanted}
-    log_file = config.run_dir / "logs" / f"eval-{name}-server.log"
+    args: dict[str, Any] = {"disable_radix_cache": True, "speculative_algorithm": None}
+    if speculation:
+        args |= speculation.server_args(config.drafter_dir)
+    log_file = config.run_dir / "logs" / f"{name}-server.log"
     runs: Runs = {}
-    url = config.eval.speculative_url if speculative else config.eval.plain_url
+    url = config.eval.speculative_url if speculation else config.eval.plain_url
     urls = [url] if url else []
     with get_server(replace(config.server, urls=urls), target.folder, log_file, args) as server:
         info = server.client.info()
@@ -84,8 +95,8 @@ def run_server(
                     concurrency,
                     config.eval.warmup,
                 )
-                if speculative:
-                    run.histograms = histograms(run, config.eval.num_steps)
+                if speculation:
+                    run.histograms = histograms(run, speculation.num_steps)
                 runs[benchmark, concurrency] = run
                 log.info(
                     "%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"]
@@ -158,15 +169,7 @@ def _bigram(config: Config) -> Bigram | None:
 def evaluate(config: Config) -> dict[str, Any]:
     """The whole stage; returns what results.json holds."""
     target = Target.from_config(config.target)
-    manifest = Manifest.load(config.drafter_dir, formats.KIND)
-    require_match(
-        {"target": target.identity()}, manifest.match, f"{config.drafter_dir}",
-        "Evaluate a drafter on the target it was trained for.",
-    )  # fmt: skip
-    if found := formats.problems(config.drafter_dir):
-        raise UserError(f"{config.drafter_dir} cannot be served:\n  " + "\n  ".join(found))
-    if config.eval.speculative_url is None:
-        require_drafter_flags(formats.norms_of(config.drafter_dir))
+    manifest = require_servable(config, target)
     if config.server.urls:
         raise UserError(
             "eval compares two servers: it starts both, or set eval.plain_url and "
@@ -174,14 +177,15 @@ def evaluate(config: Config) -> dict[str, Any]:
         )
     prompts = benchmarks.load(config, target)
     predicted = offline(config) if config.eval.offline else None
-    speculative, settings = run_server(config, target, prompts, speculative=True)
+    chain = Speculation.chain(config.eval.num_steps)
+    speculative, settings = run_server(config, target, prompts, "eval-speculative", chain)
     differing: dict[tuple[str, int], Differences] = {}
 
     def look_up(client: Client, name: str, run: Run) -> None:
         key = name, run.concurrency
         differing[key] = differences(client, prompts[name], run, speculative[key])
 
-    plain, plain_settings = run_server(config, target, prompts, speculative=False, look_up=look_up)
+    plain, plain_settings = run_server(config, target, prompts, "eval-plain", None, look_up)
     bigram = _bigram(config)
     table: dict[str, dict[str, Any]] = {name: {} for name in prompts}
     for (name, c), run in plain.items():

@@ -68,6 +68,8 @@ def measure(
 def histograms(run: Run, num_steps: int) -> list[list[int]]:
     """Each request's histogram of accepted drafts, padded to num_steps + 1.
 
+    Of a tree too: SGLang counts the drafts on the accepted path, which has at most num_steps.
+
     Raises:
         RuntimeError: the server did not speculate, or its counts do not add up.
     """

@@ -38,13 +38,7 @@ def rows(results: dict[str, Any]) -> list[list[Any]]:
 
 def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
-    widths = [
-        max(len(str(x)) for x in column) for column in zip(COLUMNS, *rows(results), strict=True)
-    ]
-    lines = [
-        "  ".join(str(x).ljust(w) for x, w in zip(line, widths, strict=True))
-        for line in [COLUMNS, *rows(results)]
-    ]
+    lines = aligned(COLUMNS, rows(results))
     live = results["step0_acceptance"]["value"]
     lines += _differences(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
@@ -75,13 +69,13 @@ def write(run_dir: Path) -> Path:
     if history:
         plots.append(_plot_history(history, folder))
     path = folder / "report.md"
-    path.write_text(_markdown(results, run_dir, plots))
+    path.write_text(_document(results, run_dir, plots))
     return path
 
 
-def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
+def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
-    lines += _table(COLUMNS, rows(results))
+    lines += markdown(COLUMNS, rows(results))
     if differing := _differences(results):
         lines += ["", *differing]
     predicted = results["offline"]
@@ -108,7 +102,7 @@ def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
             "",
             "## Cost of each stage",
             "",
-            *_table(["stage", "seconds", "peak memory, GB"], usage),
+            *markdown(["stage", "seconds", "peak memory, GB"], usage),
         ]
     lines += ["", "## Versions and settings", "", "```json"]
     keys = ("versions", "machine", "git_commit", "settings")
@@ -116,7 +110,17 @@ def _markdown(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def _table(columns: list[str], table: list[list[Any]]) -> list[str]:
+def aligned(columns: list[str], table: list[list[Any]]) -> list[str]:
+    """A table for the console."""
+    widths = [max(len(str(x)) for x in column) for column in zip(columns, *table, strict=True)]
+    return [
+        "  ".join(str(x).ljust(w) for x, w in zip(line, widths, strict=True))
+        for line in [columns, *table]
+    ]
+
+
+def markdown(columns: list[str], table: list[list[Any]]) -> list[str]:
+    """A table for a report."""
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return head + ["| " + " | ".join(str(x) for x in row) + " |" for row in table]
 

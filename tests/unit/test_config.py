@@ -22,7 +22,9 @@ def load(*overrides: str, command: str = "train") -> Config:
         return from_dict_config(compose(command, list(overrides)))
 
 
-@pytest.mark.parametrize("command", ["respond", "extract", "train", "export", "eval", "verify"])
+@pytest.mark.parametrize(
+    "command", ["respond", "extract", "train", "export", "eval", "tune", "verify"]
+)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_for_every_command(command: str, experiment: str) -> None:
     config = load(f"experiment={experiment}", command=command)
@@ -82,7 +84,7 @@ def test_a_users_mistake_exits_with_2_and_no_traceback(overrides: list[str], nam
     "module",
     [
         "extraction.respond", "extraction.extract", "extraction.verify", "training.train",
-        "training.export", "eval.live",
+        "training.export", "eval.live", "eval.tune",
     ],
 )  # fmt: skip
 def test_the_largest_run_is_shown_without_its_weights(module: str) -> None:

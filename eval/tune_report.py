@@ -1,0 +1,106 @@
+"""tune.json -> a summary for the console and tune.md. Computes no figure of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eval.report import aligned, markdown
+
+COLUMNS = [
+    "benchmark", "concurrency", "steps", "topk", "draft tokens", "accept length", "tok/s",
+    "tok/s per request", "against plain",
+]  # fmt: skip
+ALL = "(all)"
+
+
+def table(results: dict[str, Any]) -> list[list[Any]]:
+    """A line for each row under COLUMNS; of several benchmarks also what all give together."""
+    rows = list(results["rows"])
+    if len({row["benchmark"] for row in rows}) > 1:
+        rows += [
+            {"benchmark": ALL, "accept_length": None, "tok_s_per_request": None, **total}
+            for total in results["totals"]
+        ]
+    return [
+        [
+            row["benchmark"],
+            row["concurrency"],
+            *_setting(row["speculation"]),
+            _number(row["accept_length"], ".2f"),
+            _number(row["tok_s"], ".1f"),
+            _number(row["tok_s_per_request"], ".1f"),
+            _number(row["speedup"], ".2f", "x"),
+        ]
+        for row in rows
+    ]
+
+
+def _setting(speculation: dict[str, int] | None) -> list[Any]:
+    return list(speculation.values()) if speculation else ["plain", "", ""]
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def failures(results: dict[str, Any]) -> list[str]:
+    """A line for each server that could not be measured."""
+    lines = []
+    for one in results["failed"]:
+        name = _name(one["speculation"]) if one["speculation"] else "plain serving"
+        lines.append(f"{name} could not be measured: {one['failed'].splitlines()[0]}")
+    return lines
+
+
+def _name(speculation: dict[str, int]) -> str:
+    return "steps {num_steps}, topk {topk}, draft tokens {draft_tokens}".format(**speculation)
+
+
+def verdict(concurrency: str, best: dict[str, Any]) -> str:
+    """What to serve with at this concurrency."""
+    speed = f"{best['tok_s']:.1f} tok/s"
+    if best["speculation"] is None:
+        return f"concurrency {concurrency}: plain serving is fastest ({speed}); serve no drafter"
+    against = (
+        "plain serving could not be measured"
+        if best["speedup"] is None
+        else f"{best['speedup']:.2f}x plain"
+    )
+    return f"concurrency {concurrency}: {_name(best['speculation'])} ({speed}, {against})"
+
+
+def summary(results: dict[str, Any]) -> str:
+    """A few lines for the end of `make tune`."""
+    lines = aligned(COLUMNS, table(results)) + failures(results)
+    for concurrency, best in results["best"].items():
+        lines += ["", verdict(concurrency, best)]
+        lines += [best["command"]] if best["command"] else []
+    return "\n".join(lines)
+
+
+def write(run_dir: Path) -> Path:
+    """Write tune.md beside <run>/eval/tune.json; return its path."""
+    folder = run_dir / "eval"
+    results = json.loads((folder / "tune.json").read_text())
+    lines = [f"# {run_dir.name}: speculative settings", "", *markdown(COLUMNS, table(results))]
+    for line in failures(results):
+        lines += ["", line]
+    lines += [
+        "",
+        "Greedy decoding, prefix cache off, warm-up excluded; accept length is the tokens gained "
+        "by one verify step. Chosen by all tokens / all seconds over the benchmarks. The commands "
+        "leave the prefix cache on.",
+        "",
+        "## Fastest",
+    ]
+    for concurrency, best in results["best"].items():
+        lines += ["", verdict(concurrency, best)]
+        lines += ["", "```", best["command"], "```"] if best["command"] else []
+    lines += ["", "## Versions and settings", "", "```json"]
+    keys = ("versions", "machine", "git_commit", "settings")
+    lines += [json.dumps({k: results[k] for k in keys}, indent=1), "```", ""]
+    path = folder / "tune.md"
+    path.write_text("\n".join(lines))
+    return path
