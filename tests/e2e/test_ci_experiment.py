@@ -131,6 +131,34 @@ def test_the_report_shows_the_figures_and_plots(ci_run: Run) -> None:
     assert "peak memory" in text
 
 
+def test_tune_measures_each_setting_and_gives_a_command(ci_run: Run) -> None:
+    """Two chains and a tree; a tree of one step has three tokens and is left out."""
+    arguments = f"runs_dir={ci_run.folder.parent} tune.num_steps=[1,2]"
+    arguments += " tune.topk=[1,2] tune.draft_tokens=[5]"
+    done = make("tune", arguments)
+    found = json.loads((ci_run.folder / "eval" / "tune.json").read_text())
+    plain, *others = found["rows"]
+    assert plain["benchmark"] == "gsm" and plain["speculation"] is plain["accept_length"] is None
+    assert [list(row["speculation"].values()) for row in others] == [
+        [1, 1, 2],
+        [2, 1, 3],
+        [2, 2, 5],
+    ]
+    one, two, tree = (row["accept_length"] for row in others)
+    assert 1.45 < one < 2 and one < two < tree < 3  # of at most two drafts, and the target's token
+    assert len({row["tokens"] for row in found["rows"]}) == 1  # the answers are the target's own
+    for server in found["servers"][1:]:
+        assert " -m sglang.launch_server " in server["command"]
+        assert f"--speculative-draft-model-path {ci_run.folder / 'drafter'} " in server["command"]
+    text = (ci_run.folder / "eval" / "tune.md").read_text()
+    choice = found["best"]["1"]["command"] or "plain serving is fastest"
+    assert choice in text and choice in done.stdout and "against plain" in done.stdout
+    again = make("tune", arguments)
+    assert again.stderr.count("is measured already") == 4 and "starting" not in again.stderr
+    other = make("tune", f"{arguments} eval.max_new_tokens=64", check=False)
+    assert other.returncode == 2 and "max_new_tokens" in other.stderr
+
+
 def test_the_spool_is_gone_and_stages_are_no_ops_when_done(ci_run: Run) -> None:
     config = Config(run_name="ci", runs_dir=str(ci_run.folder.parent))
     assert not any(spool.exists() for spool in default_spools(config))
