@@ -55,6 +55,7 @@ eval: setup      ## plain and EAGLE-3 server on held-out prompts; writes the rep
 parity: setup    ## does the server draft what was trained? captures eval's answers and compares
 	$(call RUN,extraction.extract) extract.of_eval=true
 	$(call RUN,eval.parity)
+
 tune: setup      ## which speculative settings serve the drafter of EXP fastest; the command to launch
 	$(call RUN,eval.tune)
 

@@ -103,7 +103,7 @@ def _manifest(config: Config, target: Target, prompts: dict[str, list[Prompt]]) 
         kind=KIND,
         match={
             "target": target.identity(),
-            # the manifest's hash does not tell two trainings of equal length apart
+            # the files themselves: a config.json may have been edited since
             "drafter": {
                 name: provenance.hash_file(config.drafter_dir / name)
                 for name in ("config.json", "model.safetensors")
