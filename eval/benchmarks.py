@@ -40,6 +40,9 @@ def _prompts(name: str, benchmark: BenchmarkConfig, encoder: ChatEncoder) -> lis
     records, skipped = read(benchmark.path, benchmark.split, benchmark.limit)
     if skipped:
         log.warning("benchmark %s: skipped rows %s", name, dict(skipped))
-    return [
+    prompts = [
         Prompt(id=r.id, input_ids=encoder.prompt(r.prompt, r.tools)) for r in records if r.messages
     ]
+    if not prompts:
+        raise UserError(f"benchmark.{name}: no usable prompt in {benchmark.path}")
+    return prompts

@@ -140,7 +140,8 @@ class StoreReader:
         times = np.zeros(len(self), dtype=np.int64)
         np.add.at(times, np.asarray(numbers, dtype=np.int64), 1)
         for shard in np.unique(self._shard[times > 0]):
-            mine = np.flatnonzero((self._shard == shard) & (times > 0))
+            first, end = np.searchsorted(self._shard, [shard, shard + 1])  # in the data's order
+            mine = first + np.flatnonzero(times[first:end])
             file = self._file(mine[0])
             ids, mask = (file.get_tensor(name).numpy() for name in ("input_ids", "loss_mask"))
             # how much more often each row counts than the one before it

@@ -7,7 +7,11 @@ import torch
 
 from eagle3 import attention
 from eagle3 import walk as walks
+from eagle3.config import BenchmarkConfig, Config
+from eagle3.errors import UserError
+from eagle3.target import Target
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
+from eval import benchmarks
 from eval.baseline import Bigram
 from eval.differences import first_difference
 from eval.stats import acceptance
@@ -125,3 +129,11 @@ def test_where_outputs_part() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_a_benchmark_without_a_usable_prompt_is_a_mistake(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n')
+    config = Config(run_name="x", benchmark={"mine": BenchmarkConfig(path=str(path))})
+    with pytest.raises(UserError, match=r"benchmark\.mine: no usable prompt"):
+        benchmarks.load(config, target)
