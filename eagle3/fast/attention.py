@@ -50,8 +50,10 @@ class UnrollAttention:
         # those of step 0 are not own keys: their rows stay unused
         self.own_keys = token.new_empty(total, self.num_kv, self.head_dim)
         self.own_values = torch.empty_like(self.own_keys)
-        # a row that ended at an earlier step keeps its place: zeros, which come to nothing
-        self.q = token.new_zeros(len(parts), len(layout.rows), self.num_heads, self.head_dim)
+        # a row that ended at an earlier step keeps its place: zeros, which come to nothing; a
+        # multiple of 4 places, so that every step's scores start at an address divisible by 16
+        places = -(-len(layout.rows) // 4) * 4
+        self.q = token.new_zeros(len(parts), places, self.num_heads, self.head_dim)
         self.logsumexp = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
 
     def forward(self, step: int, projected: Tensor, mixed: Tensor) -> None:

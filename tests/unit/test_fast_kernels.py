@@ -17,6 +17,7 @@ import torch
 
 from eagle3.fast import flash
 from eagle3.fast import loss as losses
+from eagle3.fast.attention import UnrollAttention
 from eagle3.fast.diagonal import merge, merge_backward, merge_reference
 from eagle3.fast.gather import add_rows, add_rows_reference
 from eagle3.fast.norm import add_norm, norm_backward, norm_reference
@@ -206,6 +207,18 @@ def test_flash(
     found_kv = attention.grad_keys_values(q, keys, values, grad, logsumexp, delta)
     for a, b in zip(found_kv, grad_kv, strict=True):
         close(a, b)
+
+
+@pytest.mark.parametrize("num_rows", [5, 6, 7])
+def test_what_kernels_read_is_aligned_whatever_the_layout(num_rows: int) -> None:
+    """Triton compiles a kernel anew for a pointer of other alignment."""
+    config = tiny_config(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+    layout = laid_out(make_batch([[0] + [1] * (num_rows + 3)], config)).to(DEVICE)
+    token, key_value = random(num_rows + 4, 5 * 16), random(num_rows + 4, 2 * 16)
+    attention = UnrollAttention(config, layout, layout.parts(3), token, key_value)
+    attention.start_backward()
+    for tensor in (attention.q, attention.logsumexp, attention.delta, attention.grad_mixed):
+        assert all(step.data_ptr() % 16 == 0 for step in tensor)
 
 
 def test_every_piece_of_a_document_is_in_the_tables_once() -> None:
