@@ -7,7 +7,8 @@ gradients unless there is an `obstacle`, several times faster. What it does diff
     unroll.py         the drafter over all steps, and its gradients: one matrix product per weight
     fuse.py           aux states to hidden states, with their optional norms
     attention.py      step-0 keys by flash attention, a row's own later keys merged in
-    flash.py          flash attention over a document's step-0 keys, with the logsumexp
+    flash.py          flash attention over a document's step-0 keys, with the logsumexp;
+                      flash_kernels.py
     diagonal.py       the merge, and its gradients
     rope.py           hidden and token half of a projection added and rotated
     gather.py         rows added to others

@@ -16,9 +16,9 @@ from itertools import pairwise
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from eagle3.fast.flash_kernels import attend_kernel, grad_kv_kernel, grad_q_kernel
 from eagle3.fast.layout import Layout
 
 TILES = {
@@ -29,224 +29,6 @@ TILES = {
 """Rows (queries times heads) and keys of a program's tiles, its warps and stages, for heads of up
 to 128 and of up to 256: the fastest of those tried on one H200, if they fit in every GPU's shared
 memory."""
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Below every score, and finite: a difference of two is not NaN."""
-
-
-@triton.jit
-def _load(at, mask, EVEN: tl.constexpr):
-    """Everything there is, or zeros where the mask says so."""
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _attend_some(
-    query, seen, peak, total, mixed, keys, values, first, end, scale,
-    MASKED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Keys first..end of the document that `keys` and `values` point to; a running softmax."""
-    EVEN: tl.constexpr = (not MASKED) and SIZE == BLOCK_SIZE
-    column = tl.arange(0, BLOCK_SIZE)
-    for start in range(first, end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        at = key[:, None] * (GROUPS * SIZE) + column[None, :]
-        inside = (key[:, None] < end) & (column[None, :] < SIZE)
-        k = _load(keys + at, inside, EVEN)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-        if MASKED:
-            score = tl.where(key[None, :] <= seen[:, None], score, LOWEST)
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - new_peak[:, None])
-        kept = tl.exp2(peak - new_peak)
-        total = total * kept + tl.sum(weight, 1)
-        v = _load(values + at, inside, EVEN)
-        mixed = tl.dot(weight.to(v.dtype), v, mixed * kept[:, None], input_precision="ieee")
-        peak = new_peak
-    return peak, total, mixed
-
-
-@triton.jit
-def _attend_kernel(
-    q, keys, values, docs, firsts, query_starts, key_starts, seen_keys, out, logsumexp, scale,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """A tile of queries of one document, with all heads of one group."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
-    first = tl.load(firsts + tl.program_id(1))
-    end = tl.load(query_starts + doc + 1)
-    if first < end:
-        end = tl.minimum(first + TILE, end)
-        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
-        in_tile = (row < TILE * HEADS) & (first + row // HEADS < end)
-        at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
-        base = first.to(tl.int64) * (GROUPS * HEADS)
-        inside = in_tile[:, None] & (column[None, :] < SIZE)
-        wide_at = base * SIZE + at[:, None] * SIZE + column[None, :]
-        query = tl.load(q + wide_at, mask=inside, other=0.0)
-        seen = tl.load(seen_keys + first + row // HEADS, mask=in_tile, other=0)
-        peak = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        mixed = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
-        doc_at = (tl.load(key_starts + doc).to(tl.int64) * GROUPS + group) * SIZE
-        all_see = (tl.load(seen_keys + first) + 1) // BLOCK_KEYS * BLOCK_KEYS
-        some_see = tl.load(seen_keys + end - 1) + 1
-        peak, total, mixed = _attend_some(
-            query, seen, peak, total, mixed, keys + doc_at, values + doc_at, 0, all_see,
-            scale * LOG2E, False, GROUPS, SIZE, BLOCK_KEYS, BLOCK_SIZE,
-        )  # fmt: skip
-        peak, total, mixed = _attend_some(
-            query, seen, peak, total, mixed, keys + doc_at, values + doc_at, all_see, some_see,
-            scale * LOG2E, True, GROUPS, SIZE, BLOCK_KEYS, BLOCK_SIZE,
-        )  # fmt: skip
-        mixed /= total[:, None]
-        tl.store(out + wide_at, mixed.to(out.dtype.element_ty), mask=inside)
-        tl.store(logsumexp + base + at, (peak + tl.log2(total)) / LOG2E, mask=in_tile)
-
-
-@triton.jit
-def _grad_q_some(
-    query, grad, lse, delta, seen, grad_q, keys, values, first, end, scale,
-    MASKED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Keys first..end of the document that `keys` and `values` point to."""
-    EVEN: tl.constexpr = (not MASKED) and SIZE == BLOCK_SIZE
-    column = tl.arange(0, BLOCK_SIZE)
-    for start in range(first, end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        at = key[:, None] * (GROUPS * SIZE) + column[None, :]
-        inside = (key[:, None] < end) & (column[None, :] < SIZE)
-        k = _load(keys + at, inside, EVEN)
-        v = _load(values + at, inside, EVEN)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee")
-        grad_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
-        weight = tl.exp2(score * scale - lse[:, None])
-        if MASKED:
-            weight = tl.where(key[None, :] <= seen[:, None], weight, 0.0)
-        grad_score = weight * (grad_weight - delta[:, None])
-        grad_q = tl.dot(grad_score.to(k.dtype), k, grad_q, input_precision="ieee")
-    return grad_q
-
-
-@triton.jit
-def _grad_q_kernel(
-    q, keys, values, docs, firsts, query_starts, key_starts, seen_keys, grads, logsumexp, deltas,
-    grad_q, scale,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """As `_attend_kernel`; adds to `grad_q`."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
-    first = tl.load(firsts + tl.program_id(1))
-    end = tl.load(query_starts + doc + 1)
-    if first < end:
-        end = tl.minimum(first + TILE, end)
-        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
-        in_tile = (row < TILE * HEADS) & (first + row // HEADS < end)
-        at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
-        base = first.to(tl.int64) * (GROUPS * HEADS)
-        inside = in_tile[:, None] & (column[None, :] < SIZE)
-        wide_at = base * SIZE + at[:, None] * SIZE + column[None, :]
-        query = tl.load(q + wide_at, mask=inside, other=0.0)
-        grad = tl.load(grads + wide_at, mask=inside, other=0.0)
-        seen = tl.load(seen_keys + first + row // HEADS, mask=in_tile, other=0)
-        lse = tl.load(logsumexp + base + at, mask=in_tile, other=float("inf")) * LOG2E
-        delta = tl.load(deltas + base + at, mask=in_tile, other=0.0)
-        doc_at = (tl.load(key_starts + doc).to(tl.int64) * GROUPS + group) * SIZE
-        all_see = (tl.load(seen_keys + first) + 1) // BLOCK_KEYS * BLOCK_KEYS
-        some_see = tl.load(seen_keys + end - 1) + 1
-        total = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
-        total = _grad_q_some(
-            query, grad, lse, delta, seen, total, keys + doc_at, values + doc_at, 0, all_see,
-            scale * LOG2E, False, GROUPS, SIZE, BLOCK_KEYS, BLOCK_SIZE,
-        )  # fmt: skip
-        total = _grad_q_some(
-            query, grad, lse, delta, seen, total, keys + doc_at, values + doc_at, all_see,
-            some_see, scale * LOG2E, True, GROUPS, SIZE, BLOCK_KEYS, BLOCK_SIZE,
-        )  # fmt: skip
-        total = total * scale + tl.load(grad_q + wide_at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_q + wide_at, total.to(grad_q.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _grad_kv_some(
-    k, v, key, grad_k, grad_v, q, grads, logsumexp, deltas, seen_keys, first, end, num_steps,
-    num_slots, group, scale, MASKED: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """What queries first..end of all steps add to the gradients of one block of keys."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
-    at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
-    wide_at = at[:, None] * SIZE + column[None, :]
-    num_tiles = tl.cdiv(end - first, TILE)
-    for i in range(0, num_steps * num_tiles):
-        start = first + (i % num_tiles) * TILE
-        base = ((i // num_tiles).to(tl.int64) * num_slots + start) * (GROUPS * HEADS)
-        in_tile = (row < TILE * HEADS) & (start + row // HEADS < end)
-        inside = in_tile[:, None] & (column[None, :] < SIZE)
-        query = tl.load(q + base * SIZE + wide_at, mask=inside, other=0.0)
-        grad = tl.load(grads + base * SIZE + wide_at, mask=inside, other=0.0)
-        lse = tl.load(logsumexp + base + at, mask=in_tile, other=float("inf")) * LOG2E
-        delta = tl.load(deltas + base + at, mask=in_tile, other=0.0)
-        score = tl.dot(k, tl.trans(query), input_precision="ieee")
-        weight = tl.exp2(score * scale - lse[None, :])
-        if MASKED:
-            seen = tl.load(seen_keys + start + row // HEADS, mask=in_tile, other=0)
-            weight = tl.where(key[:, None] <= seen[None, :], weight, 0.0)
-        grad_v = tl.dot(weight.to(grad.dtype), grad, grad_v, input_precision="ieee")
-        grad_weight = tl.dot(v, tl.trans(grad), input_precision="ieee")
-        grad_score = weight * (grad_weight - delta[None, :])
-        grad_k = tl.dot(grad_score.to(query.dtype), query, grad_k, input_precision="ieee")
-    return grad_k, grad_v
-
-
-@triton.jit(do_not_specialize=["num_steps", "num_slots"])
-def _grad_kv_kernel(
-    q, keys, values, docs, firsts, query_starts, key_starts, first_queries, seen_keys, grads,
-    logsumexp, deltas, grad_keys, grad_values, scale, num_steps, num_slots,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """A block of keys of one document and group."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
-    doc_row, doc_end = tl.load(key_starts + doc), tl.load(key_starts + doc + 1)
-    first_key = tl.load(firsts + tl.program_id(1)) - doc_row
-    if doc_row + first_key < doc_end:
-        key, column = first_key + tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_SIZE)
-        inside = (doc_row + key < doc_end)[:, None] & (column < SIZE)[None, :]
-        at = (doc_row.to(tl.int64) * GROUPS + group) * SIZE
-        at += key[:, None] * (GROUPS * SIZE) + column[None, :]
-        k = tl.load(keys + at, mask=inside, other=0.0)
-        v = tl.load(values + at, mask=inside, other=0.0)
-        grad_k = tl.zeros([BLOCK_KEYS, BLOCK_SIZE], tl.float32)
-        grad_v = tl.zeros([BLOCK_KEYS, BLOCK_SIZE], tl.float32)
-        last_key = tl.minimum(doc_row + first_key + BLOCK_KEYS, doc_end) - 1
-        first = tl.load(first_queries + doc_row + first_key)
-        sees_all = tl.load(first_queries + last_key)
-        sees_all = first + tl.cdiv(sees_all - first, TILE) * TILE  # whole tiles
-        end = tl.load(query_starts + doc + 1)
-        grad_k, grad_v = _grad_kv_some(
-            k, v, key, grad_k, grad_v, q, grads, logsumexp, deltas, seen_keys, first,
-            tl.minimum(sees_all, end), num_steps, num_slots, group, scale * LOG2E, True,
-            GROUPS, HEADS, SIZE, BLOCK_ROWS, BLOCK_SIZE,
-        )  # fmt: skip
-        grad_k, grad_v = _grad_kv_some(
-            k, v, key, grad_k, grad_v, q, grads, logsumexp, deltas, seen_keys, sees_all, end,
-            num_steps, num_slots, group, scale * LOG2E, False,
-            GROUPS, HEADS, SIZE, BLOCK_ROWS, BLOCK_SIZE,
-        )  # fmt: skip
-        tl.store(grad_keys + at, grad_k * scale, mask=inside)
-        tl.store(grad_values + at, grad_v, mask=inside)
 
 
 class Flash:
@@ -285,7 +67,7 @@ class Flash:
             logsumexp: where that of the scaled scores goes [S, Q], float32.
         """
         layout, out = self.layout, torch.empty_like(q)
-        _attend_kernel[self._grid("attend")](
+        attend_kernel[self._grid("attend")](
             q, keys, values, *self.pieces["attend"], layout.query_starts, layout.key_starts,
             layout.seen, out, logsumexp, self.scale, **self.constants["attend"],
         )  # fmt: skip
@@ -309,7 +91,7 @@ class Flash:
                 others.
         """
         layout = self.layout
-        _grad_q_kernel[self._grid("grad_q")](
+        grad_q_kernel[self._grid("grad_q")](
             q, keys, values, *self.pieces["grad_q"], layout.query_starts, layout.key_starts,
             layout.seen, grad_out, logsumexp, delta, grad_q, self.scale, **self.constants["grad_q"],
         )  # fmt: skip
@@ -331,7 +113,7 @@ class Flash:
         """
         layout = self.layout
         grads = [torch.empty_like(keys, dtype=torch.float32) for _ in range(2)]
-        _grad_kv_kernel[self._grid("grad_kv")](
+        grad_kv_kernel[self._grid("grad_kv")](
             q, keys, values, *self.pieces["grad_kv"], layout.query_starts, layout.key_starts,
             layout.first_queries, layout.seen, grad_out, logsumexp, delta, *grads, self.scale,
             *q.shape[:2], **self.constants["grad_kv"],

@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 from eagle3.fast import flash
 
 KERNELS = {
-    "attend": flash._attend_kernel,
-    "grad_q": flash._grad_q_kernel,
-    "grad_kv": flash._grad_kv_kernel,
+    "attend": flash.attend_kernel,
+    "grad_q": flash.grad_q_kernel,
+    "grad_kv": flash.grad_kv_kernel,
 }
 TYPES = {
     "*bf16": {"q", "keys", "values", "grads", "grad_q", "out"},
