@@ -19,7 +19,8 @@ A setting is changed as `speculators:lr=0.002,ttt_steps=5`. Budgets, any of them
 
 A learning-rate schedule needs its length beforehand, so for a budget in seconds each system first
 runs `--probe` seconds on throw-away weights; from that come its seconds a step and its start-up,
-which is reported and, where the budget includes it, charged. Every drafter is exported for SGLang
+which is reported and, where the budget includes it, charged. What would by that take longer than
+`--limit` is reported and left out. Every drafter is exported for SGLang
 and measured by `eval.offline` on held-out samples, and, in `teacher_forced`, at every position of
 the held-out answers; `own_accuracy` is what the peer's own metric says there.
 """
@@ -240,6 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--training-seconds", type=float, nargs="*", default=[])
     parser.add_argument("--tokens", type=int, nargs="*", default=[])
     parser.add_argument("--probe", type=float, default=10.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds of one training")
     parser.add_argument("--offline-samples", type=int, help="held-out samples for eval.offline")
     parser.add_argument("--specforge-path", type=Path, help="folder of an unpacked wheel")
     parser.add_argument("--out", type=Path, required=True)
@@ -271,8 +273,11 @@ def main() -> None:
                     "first_step_s": round(clock.ends[0], 2),
                     "start_up_s": round(clock.start_up_s(), 2),
                 }  # fmt: skip
+                expected = steps * clock.steady_s()
                 if steps == 0:
                     entry["error"] = "start-up alone takes longer than the budget"
+                elif expected > arguments.limit:
+                    entry["error"] = f"would take {expected:.0f} s by the probe"
                 else:
                     trained = system.run(steps)
                     loop_s = trained.clock.ends[-1]
