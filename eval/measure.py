@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from eagle3 import logging as console
 from eagle3.serving.client import Answer, Client, in_order
 from eval.benchmarks import Prompt
@@ -39,6 +41,26 @@ class Run:
             "cached_tokens": sum(a.meta.get("cached_tokens", 0) for a in self.answers),
         }
 
+    def latencies(self) -> dict[str, float | None]:
+        """In milliseconds, over requests; None where nothing was streamed.
+
+        ttft_ms, ttft_p95_ms: time to the first token, median and 95th percentile. itl_ms:
+        inter-token latency, median of the time after a request's first tokens divided by the number
+        of those that came then.
+        """
+        streamed = [(a, a.first_s) for a in self.answers if a.first_s is not None]
+        first = [1000 * first_s for _, first_s in streamed]
+        between = [
+            1000 * (a.latency_s - first_s) / (len(a.output_ids) - a.first_tokens)
+            for a, first_s in streamed
+            if len(a.output_ids) > a.first_tokens
+        ]
+        return {
+            "ttft_ms": float(np.median(first)) if first else None,
+            "ttft_p95_ms": float(np.percentile(first, 95)) if first else None,
+            "itl_ms": float(np.median(between)) if between else None,
+        }
+
 
 def sampling(max_new_tokens: int) -> dict[str, Any]:
     """Greedy decoding: acceptance and identity of outputs are defined for it."""
@@ -57,7 +79,7 @@ def measure(
         answers = []
         start = time.perf_counter()
         for answer in in_order(
-            lambda p: client.generate(p.input_ids, params), prompts, concurrency
+            lambda p: client.generate(p.input_ids, params, stream=True), prompts, concurrency
         ):
             answers.append(answer)
             bar.advance(task)

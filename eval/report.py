@@ -36,6 +36,26 @@ def rows(results: dict[str, Any]) -> list[list[Any]]:
     return table
 
 
+LATENCIES = [
+    "benchmark", "concurrency", "plain TTFT ms", "EAGLE-3 TTFT ms", "plain TTFT p95",
+    "EAGLE-3 TTFT p95", "plain ITL ms", "EAGLE-3 ITL ms",
+]  # fmt: skip
+
+
+def latencies(results: dict[str, Any]) -> list[list[Any]]:
+    """Time to the first token and between tokens, under LATENCIES."""
+    return [
+        [name, int(concurrency)]
+        + [
+            "" if r[key][side] is None else f"{r[key][side]:.1f}"
+            for key in ("ttft_ms", "ttft_p95_ms", "itl_ms")
+            for side in ("plain", "speculative")
+        ]
+        for name, runs in results["benchmarks"].items()
+        for concurrency, r in runs.items()
+    ]
+
+
 def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
     lines = aligned(COLUMNS, rows(results))
@@ -75,7 +95,7 @@ def write(run_dir: Path) -> Path:
 
 def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
-    lines += markdown(COLUMNS, rows(results))
+    lines += [*markdown(COLUMNS, rows(results)), "", *markdown(LATENCIES, latencies(results))]
     if differing := _differences(results):
         lines += ["", *differing]
     predicted = results["offline"]
@@ -89,10 +109,11 @@ def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
         ]
     lines += [
         "",
-        "Greedy decoding, prefix cache off, warm-up excluded. A draft is accepted if it equals the "
-        "target's own next token; step k's acceptance is the share of verify steps with more than "
-        "k accepted drafts; accept length is 1 + their sum. Intervals: bootstrap over requests. "
-        "Bigram: the token that most often followed in the training text.",
+        "TTFT: time to the first token, median and 95th percentile over requests; ITL: time "
+        "between tokens, median. Greedy decoding, prefix cache off, warm-up excluded. A draft is "
+        "accepted if it equals the target's own next token; step k's acceptance is the share of "
+        "verify steps with more than k accepted drafts; accept length is 1 + their sum. Intervals: "
+        "bootstrap over requests. Bigram: the token that most often followed in the training text.",
         "",
     ]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]

@@ -20,6 +20,7 @@ def figures(benchmark: str, run: Run, speculation: Speculation | None) -> dict[s
         "benchmark": benchmark,
         "concurrency": run.concurrency,
         **run.speed(),
+        **run.latencies(),
         "tokens": run.tokens,
         "seconds": run.seconds,
         "accept_length": live and live.accept_length,

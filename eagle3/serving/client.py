@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections import deque
@@ -32,7 +33,8 @@ class Answer:
     """What /generate returned.
 
     output_ids: generated token ids. finish: "stop", "length" or "abort". latency_s: seconds from
-    request to answer, on the client's clock. meta: the server's `meta_info`.
+    request to answer, on the client's clock. meta: the server's `meta_info`. first_s: seconds to
+    the first tokens, `first_tokens` of them; None if the answer was not streamed.
     """
 
     output_ids: list[int]
@@ -40,6 +42,8 @@ class Answer:
     latency_s: float
     text: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    first_s: float | None = None
+    first_tokens: int = 0
 
 
 class Client:
@@ -86,15 +90,17 @@ class Client:
         sampling: dict[str, Any],
         rid: str | None = None,
         token_ids_logprob: list[int] | None = None,
+        stream: bool = False,
     ) -> Answer:
         """Generate after a prompt of token ids.
 
         Args:
+            stream: have the tokens sent as they come, to know when the first one did.
             token_ids_logprob: tokens whose log-probability to report at each generated position, in
                 `meta["output_token_ids_logprobs"]` as (log-probability, id, text).
 
         Raises:
-            RequestRefused: HTTP 4xx, at once.
+            RequestRefused: HTTP 4xx, or a stream of increments; at once.
             RequestFailed: HTTP 5xx and connection errors, after the last retry.
         """
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
@@ -102,24 +108,24 @@ class Client:
             body["rid"] = rid
         if token_ids_logprob is not None:
             body |= {"return_logprob": True, "token_ids_logprob": token_ids_logprob}
-        start = time.perf_counter()
-        data = self._post("/generate", body)
-        meta = data["meta_info"]
-        return Answer(
-            output_ids=data["output_ids"],
-            finish=(meta.get("finish_reason") or {}).get("type", "unknown"),
-            latency_s=time.perf_counter() - start,
-            text=data.get("text", ""),
-            meta=meta,
-        )
+        if stream:
+            body["stream"] = True
+        read = _streamed if stream else _whole
+        return self._post("/generate", body, read)
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(
+        self, path: str, body: dict[str, Any], read: Callable[[requests.Response, float], Answer]
+    ) -> Answer:
         for attempt, pause in enumerate((*self.retry_waits_s, None)):
             try:
-                reply = self._session.post(self.url + path, json=body, timeout=self.timeout_s)
-                if reply.ok:
-                    return reply.json()
-                problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
+                start = time.perf_counter()
+                with self._session.post(
+                    self.url + path, json=body, timeout=self.timeout_s, stream=read is _streamed
+                ) as reply:
+                    if reply.ok:
+                        return read(reply, start)
+                    text = reply.text[:300]
+                problem = f"HTTP {reply.status_code}: {text}"
                 if reply.status_code < 500:
                     raise RequestRefused(f"{self.url}{path}: {problem}")
             except requests.RequestException as error:
@@ -129,6 +135,56 @@ class Client:
             log.warning("%s%s: %s; retry %d", self.url, path, problem, attempt + 1)
             time.sleep(pause)
         raise RequestFailed(f"{self.url}{path}: {problem}")
+
+
+def _whole(reply: requests.Response, start: float) -> Answer:
+    """Of a reply that comes in one piece."""
+    return _answer(reply.json(), time.perf_counter() - start)
+
+
+def _streamed(reply: requests.Response, start: float) -> Answer:
+    """Of server-sent events, each with all tokens so far.
+
+    Only the first and the last are looked into: at high concurrency the others would take up the
+    client's time.
+    """
+    first, last, first_s = None, b"", 0.0
+    for line in reply.iter_lines():
+        if not line.startswith(b"data: ") or line == b"data: [DONE]":
+            continue
+        last = line[len(b"data: ") :]
+        if first is None:
+            found = json.loads(last)
+            if found.get("output_ids"):
+                first, first_s = found, time.perf_counter() - start
+    end = time.perf_counter() - start
+    try:
+        data = json.loads(last)
+        ended = data["meta_info"]["finish_reason"] is not None
+    except (ValueError, KeyError):  # nothing came, half an event, or the server's error
+        ended = False
+    if not ended:
+        raise requests.ConnectionError(f"the stream broke off: {last[:300]!r}")
+    answer = _answer(data, end)
+    if len(answer.output_ids) != data["meta_info"].get("completion_tokens", len(answer.output_ids)):
+        raise RequestRefused(
+            "the server streams tokens in increments; it must run without "
+            "--incremental-streaming-output"
+        )
+    if first is not None:
+        answer.first_s, answer.first_tokens = first_s, len(first["output_ids"])
+    return answer
+
+
+def _answer(data: dict[str, Any], seconds: float) -> Answer:
+    meta = data["meta_info"]
+    return Answer(
+        output_ids=data["output_ids"],
+        finish=(meta.get("finish_reason") or {}).get("type", "unknown"),
+        latency_s=seconds,
+        text=data.get("text", ""),
+        meta=meta,
+    )
 
 
 def in_order(

@@ -44,6 +44,15 @@ def test_greedy_outputs_are_identical_with_and_without_the_drafter(ci_run: Run) 
     assert results(ci_run)["identical_outputs"] == 1.0
 
 
+def test_latencies_were_measured_on_both_servers(ci_run: Run) -> None:
+    found = results(ci_run)
+    for side in ("plain", "speculative"):
+        first, late, between = (found[k][side] for k in ("ttft_ms", "ttft_p95_ms", "itl_ms"))
+        assert 0 < first <= late and 0 < between
+        # one request at a time: its tokens take what lies between them
+        assert 500 < found["tok_s_per_request"][side] * between < 1100
+
+
 def test_offline_prediction_is_near_the_live_figure(ci_run: Run) -> None:
     found = results(ci_run)
     live, predicted = found["step0_acceptance"], found["offline"]

@@ -9,11 +9,13 @@ from eagle3 import attention
 from eagle3 import walk as walks
 from eagle3.config import BenchmarkConfig, Config
 from eagle3.errors import UserError
+from eagle3.serving.client import Answer
 from eagle3.target import Target
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
 from eval import benchmarks
 from eval.baseline import Bigram
 from eval.differences import first_difference
+from eval.measure import Run
 from eval.stats import acceptance
 from tests.chain_drafter import ChainDrafter
 from tests.conftest import make_batch, tiny_drafter
@@ -109,7 +111,9 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     figures = {
         "step0_acceptance": {"value": 0.5, "ci95": [0.4, 0.6]}, "acceptance_per_step": [0.5, 0.2],
         "accept_length": 1.7, "tok_s": {"plain": 10.0, "speculative": 15.0}, "speedup": 1.5,
-        "identical_outputs": 0.5,
+        "identical_outputs": 0.5, "ttft_ms": {"plain": 10.0, "speculative": 12.0},
+        "ttft_p95_ms": {"plain": 20.0, "speculative": 22.0},
+        "itl_ms": {"plain": 5.0, "speculative": None},
         "differences": dict(outputs=3, ended=1, margin_median=0.01, margin_max=0.0625),
     }  # fmt: skip
     results = {
@@ -121,6 +125,7 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
     text = report.write(tmp_path).read_text()
     assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 50.0% |" in text
+    assert "| gsm | 1 | 10.0 | 12.0 | 20.0 | 22.0 | 5.0 |  |" in text
     assert "3 outputs differ; where they part, the target has the two tokens at most 0.062" in text
     assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {"acceptance.png", "speed.png"}
 
@@ -137,3 +142,20 @@ def test_a_benchmark_without_a_usable_prompt_is_a_mistake(target: Target, tmp_pa
     config = Config(run_name="x", benchmark={"mine": BenchmarkConfig(path=str(path))})
     with pytest.raises(UserError, match=r"benchmark\.mine: no usable prompt"):
         benchmarks.load(config, target)
+
+
+def test_latencies_of_streamed_answers() -> None:
+    def answer(first_s: float | None, first_tokens: int, tokens: int, latency_s: float) -> Answer:
+        return Answer(
+            output_ids=[7] * tokens, finish="stop", latency_s=latency_s, first_s=first_s,
+            first_tokens=first_tokens,
+        )  # fmt: skip
+
+    answers = [answer(0.5, 1, 11, 1.5), answer(0.7, 2, 12, 2.7), answer(0.6, 4, 4, 0.6)]
+    run = Run(answers=answers, seconds=3.0, concurrency=1)
+    found = run.latencies()
+    assert found["ttft_ms"] == pytest.approx(600) and found["ttft_p95_ms"] == pytest.approx(690)
+    assert found["itl_ms"] == pytest.approx((100 + 200) / 2)  # the third had all tokens at once
+    assert run.speed()["tok_s"] == pytest.approx(9)
+    unknown = Run(answers=[answer(None, 0, 4, 1.0)], seconds=1.0, concurrency=1)
+    assert set(unknown.latencies().values()) == {None}

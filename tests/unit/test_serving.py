@@ -62,13 +62,13 @@ def test_an_exception_arrives_at_its_items_turn() -> None:
 @pytest.fixture
 def http_server():
     """A server that answers from a list of (status, body)."""
-    replies: list[tuple[int, dict]] = []
+    replies: list[tuple[int, dict | str]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = replies.pop(0)
-            data = json.dumps(body).encode()
+            data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -84,6 +84,36 @@ def http_server():
 
 
 OK = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
+
+
+def events(*bodies: dict | str) -> str:
+    texts = [body if isinstance(body, str) else json.dumps(body) for body in bodies]
+    return "".join(f"data: {text}\n\n" for text in texts)
+
+
+def test_a_streamed_answer_is_its_last_event_and_knows_its_first(
+    http_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3.serving.client.RETRY_WAITS_S", (0.0, 0.0))
+    url, replies = http_server
+    going = {"output_ids": [5, 6], "meta_info": {"finish_reason": None}}
+    none_yet = {**going, "output_ids": []}
+    whole = {**OK, "output_ids": [5, 6, 7]}
+    broken = [events(going), events(going, '{"output_ids": [5, 6'), events({"error": {}}), ""]
+    for text in broken[:2]:
+        replies.append((200, text))
+    replies.append((200, events(none_yet, going, whole, "[DONE]")))
+    answer = Client(url).generate([1], {}, stream=True)
+    assert answer.output_ids == [5, 6, 7] and answer.first_tokens == 2 and answer.finish == "stop"
+    assert answer.first_s is not None and 0 < answer.first_s <= answer.latency_s
+    replies += [(200, broken[2]), (200, broken[3]), (200, broken[2])]
+    with pytest.raises(RequestFailed, match="the stream broke off"):
+        Client(url).generate([1], {}, stream=True)
+    replies.append((200, events({**OK, "meta_info": {**OK["meta_info"], "completion_tokens": 3}})))
+    with pytest.raises(RequestRefused, match="incremental"):
+        Client(url).generate([1], {}, stream=True)
+    replies.append((200, OK))
+    assert Client(url).generate([1], {}).first_s is None
 
 
 def test_server_errors_are_retried(http_server, monkeypatch: pytest.MonkeyPatch) -> None:
