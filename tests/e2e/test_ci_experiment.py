@@ -48,7 +48,7 @@ def test_latencies_were_measured_on_both_servers(ci_run: Run) -> None:
     found = results(ci_run)
     for side in ("plain", "speculative"):
         first, late, between = (found[k][side] for k in ("ttft_ms", "ttft_p95_ms", "itl_ms"))
-        assert 0 < first <= late and 0 < between
+        assert 0 < first <= late and between > 0
         # one request at a time: its tokens take what lies between them
         assert 500 < found["tok_s_per_request"][side] * between < 1100
 
