@@ -62,6 +62,8 @@ def recorded(name: str, config: Config) -> AbstractContextManager[None]:
 
     if console.rank() != 0 or config.train_dir is not None:  # a sweep's jobs share one run folder
         return nullcontext()
+    if name == "extract" and config.extract.of_eval:
+        name = "extract eval's answers"
     return usage.recorded(name, config.run_dir / "usage.json")
 
 

@@ -62,7 +62,7 @@ def offline(config: Config) -> dict[str, Any]:
     return result
 
 
-@command("eval")
+@command("offline")
 def main(config: Config) -> None:
     offline(config)
 

@@ -186,7 +186,7 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@command("eval")
+@command("parity")
 def main(config: Config) -> None:
     result = parity(config)
     sys.stdout.write(summary(result) + "\n")

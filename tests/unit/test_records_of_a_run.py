@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from eagle3 import usage
+from eagle3.command import recorded
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match
 from eagle3.metrics import JsonLines, Metrics, Wandb
@@ -72,3 +74,13 @@ def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), usage.recorded("eval", path):
         1 / 0  # noqa: B018
     assert "eval" not in json.loads(path.read_text())
+
+
+def test_capturing_evals_answers_is_a_stage_of_its_own(tmp_path: Path) -> None:
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    for config.extract.of_eval in (False, True):
+        with recorded("extract", config):
+            pass
+    assert set(json.loads((tmp_path / "x" / "usage.json").read_text())) == {
+        "extract", "extract eval's answers",
+    }  # fmt: skip
