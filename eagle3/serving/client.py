@@ -116,11 +116,11 @@ class Client:
     def _post(
         self, path: str, body: dict[str, Any], read: Callable[[requests.Response, float], Answer]
     ) -> Answer:
+        start = time.perf_counter()  # failed attempts and waits are part of the latency
         for attempt, pause in enumerate((*self.retry_waits_s, None)):
             try:
-                start = time.perf_counter()
                 with self._session.post(
-                    self.url + path, json=body, timeout=self.timeout_s, stream=read is _streamed
+                    self.url + path, json=body, timeout=self.timeout_s, stream="stream" in body
                 ) as reply:
                     if reply.ok:
                         return read(reply, start)

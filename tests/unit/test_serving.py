@@ -116,6 +116,15 @@ def test_a_streamed_answer_is_its_last_event_and_knows_its_first(
     assert Client(url).generate([1], {}).first_s is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_attempt_is_part_of_the_latency(http_server, stream: bool) -> None:
+    url, replies = http_server
+    replies += [(500, {}), (200, events(OK) if stream else OK)]
+    client = Client(url)
+    client.retry_waits_s = (0.1,)
+    assert client.generate([1], {}, stream=stream).latency_s > 0.1
+
+
 def test_server_errors_are_retried(http_server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3.serving.client.RETRY_WAITS_S", (0.0, 0.0))
     url, replies = http_server
