@@ -159,7 +159,7 @@ def _within(value: float, interval: list[float]) -> bool:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A few lines for the console and the report."""
+    """A few lines for the console."""
     there, here = result["live"], result["offline"]
     low, high = there["step0_ci95"]
     least, most = there["accept_length_ci95"]

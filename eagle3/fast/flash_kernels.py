@@ -19,6 +19,35 @@ def _load(at, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _rows_of_tile(
+    first, end, group, GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Which rows of the tile are queries first..end, and where one value of each head and all of
+    its SIZE values lie."""
+    row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
+    in_tile = (row < BLOCK_ROWS // HEADS * HEADS) & (first + row // HEADS < end)
+    at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
+    base = first.to(tl.int64) * (GROUPS * HEADS)
+    inside = in_tile[:, None] & (column[None, :] < SIZE)
+    return in_tile, base + at, inside, base * SIZE + at[:, None] * SIZE + column[None, :]
+
+
+@triton.jit
+def _keys_of_tile(
+    key_starts, seen_keys, doc, first, end, group, in_tile, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Where the document's keys lie, how many (in whole blocks) all queries first..end see, how
+    many some see, and the last one that each row sees."""
+    doc_at = (tl.load(key_starts + doc).to(tl.int64) * GROUPS + group) * SIZE
+    all_see = (tl.load(seen_keys + first) + 1) // BLOCK_KEYS * BLOCK_KEYS
+    some_see = tl.load(seen_keys + end - 1) + 1
+    query = first + tl.arange(0, BLOCK_ROWS) // HEADS
+    return doc_at, all_see, some_see, tl.load(seen_keys + query, mask=in_tile, other=0)
+
+
+@triton.jit
 def _attend_some(
     query, seen, peak, total, mixed, keys, values, first, end, scale,
     MASKED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
@@ -52,26 +81,22 @@ def attend_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one document, with all heads of one group."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
     group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
     first = tl.load(firsts + tl.program_id(1))
     end = tl.load(query_starts + doc + 1)
     if first < end:
-        end = tl.minimum(first + TILE, end)
-        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
-        in_tile = (row < TILE * HEADS) & (first + row // HEADS < end)
-        at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
-        base = first.to(tl.int64) * (GROUPS * HEADS)
-        inside = in_tile[:, None] & (column[None, :] < SIZE)
-        wide_at = base * SIZE + at[:, None] * SIZE + column[None, :]
+        end = tl.minimum(first + BLOCK_ROWS // HEADS, end)
+        in_tile, head_at, inside, wide_at = _rows_of_tile(
+            first, end, group, GROUPS, HEADS, SIZE, BLOCK_ROWS, BLOCK_SIZE
+        )
         query = tl.load(q + wide_at, mask=inside, other=0.0)
-        seen = tl.load(seen_keys + first + row // HEADS, mask=in_tile, other=0)
+        doc_at, all_see, some_see, seen = _keys_of_tile(
+            key_starts, seen_keys, doc, first, end, group, in_tile, GROUPS, HEADS, SIZE,
+            BLOCK_ROWS, BLOCK_KEYS,
+        )  # fmt: skip
         peak = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         mixed = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
-        doc_at = (tl.load(key_starts + doc).to(tl.int64) * GROUPS + group) * SIZE
-        all_see = (tl.load(seen_keys + first) + 1) // BLOCK_KEYS * BLOCK_KEYS
-        some_see = tl.load(seen_keys + end - 1) + 1
         peak, total, mixed = _attend_some(
             query, seen, peak, total, mixed, keys + doc_at, values + doc_at, 0, all_see,
             scale * LOG2E, False, GROUPS, SIZE, BLOCK_KEYS, BLOCK_SIZE,
@@ -82,7 +107,7 @@ def attend_kernel(
         )  # fmt: skip
         mixed /= total[:, None]
         tl.store(out + wide_at, mixed.to(out.dtype.element_ty), mask=inside)
-        tl.store(logsumexp + base + at, (peak + tl.log2(total)) / LOG2E, mask=in_tile)
+        tl.store(logsumexp + head_at, (peak + tl.log2(total)) / LOG2E, mask=in_tile)
 
 
 @triton.jit
@@ -118,26 +143,22 @@ def grad_q_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """As `attend_kernel`; adds to `grad_q`."""
-    TILE: tl.constexpr = BLOCK_ROWS // HEADS
     group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
     first = tl.load(firsts + tl.program_id(1))
     end = tl.load(query_starts + doc + 1)
     if first < end:
-        end = tl.minimum(first + TILE, end)
-        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_SIZE)
-        in_tile = (row < TILE * HEADS) & (first + row // HEADS < end)
-        at = (row // HEADS) * (GROUPS * HEADS) + group * HEADS + row % HEADS
-        base = first.to(tl.int64) * (GROUPS * HEADS)
-        inside = in_tile[:, None] & (column[None, :] < SIZE)
-        wide_at = base * SIZE + at[:, None] * SIZE + column[None, :]
+        end = tl.minimum(first + BLOCK_ROWS // HEADS, end)
+        in_tile, head_at, inside, wide_at = _rows_of_tile(
+            first, end, group, GROUPS, HEADS, SIZE, BLOCK_ROWS, BLOCK_SIZE
+        )
         query = tl.load(q + wide_at, mask=inside, other=0.0)
         grad = tl.load(grads + wide_at, mask=inside, other=0.0)
-        seen = tl.load(seen_keys + first + row // HEADS, mask=in_tile, other=0)
-        lse = tl.load(logsumexp + base + at, mask=in_tile, other=float("inf")) * LOG2E
-        delta = tl.load(deltas + base + at, mask=in_tile, other=0.0)
-        doc_at = (tl.load(key_starts + doc).to(tl.int64) * GROUPS + group) * SIZE
-        all_see = (tl.load(seen_keys + first) + 1) // BLOCK_KEYS * BLOCK_KEYS
-        some_see = tl.load(seen_keys + end - 1) + 1
+        lse = tl.load(logsumexp + head_at, mask=in_tile, other=float("inf")) * LOG2E
+        delta = tl.load(deltas + head_at, mask=in_tile, other=0.0)
+        doc_at, all_see, some_see, seen = _keys_of_tile(
+            key_starts, seen_keys, doc, first, end, group, in_tile, GROUPS, HEADS, SIZE,
+            BLOCK_ROWS, BLOCK_KEYS,
+        )  # fmt: skip
         total = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
         total = _grad_q_some(
             query, grad, lse, delta, seen, total, keys + doc_at, values + doc_at, 0, all_see,

@@ -237,6 +237,10 @@ def lm_head_loss(
     grad_weight = None
     if need_grad and train_weight:
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    cross_entropy, block = _cross_entropy_kernel, constants["BLOCK"]
+    if num_columns <= WHOLE_ROW:
+        cross_entropy = _cross_entropy_of_whole_rows_kernel
+        block = triton.next_power_of_2(num_columns)
     chunk = max(128, CHUNK_BYTES // (num_columns * (4 + states.element_size())) // 128 * 128)
     for start in range(0, num_rows, chunk):
         part = slice(start, start + chunk)
@@ -249,11 +253,7 @@ def lm_head_loss(
                 LOG=kind == "log_acceptance", NEED_GRAD=need_grad, **constants,
             )  # fmt: skip
         else:
-            kernel, block = _cross_entropy_kernel, constants["BLOCK"]
-            if num_columns <= WHOLE_ROW:
-                kernel = _cross_entropy_of_whole_rows_kernel
-                block = triton.next_power_of_2(num_columns)
-            kernel[(logits.shape[0],)](
+            cross_entropy[(logits.shape[0],)](
                 logits, probabilities, teacher_top1, *rows, grads, num_columns,
                 HARD=probabilities is None, NEED_GRAD=need_grad, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
