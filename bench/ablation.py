@@ -42,7 +42,7 @@ from intervals import interval
 from peer_training import PeerTraining, recipe_of
 from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
-from training.engine import World
+from training.engine import World, group_left_at_end
 from training.export import export
 from training.model import draft_vocab, open_store
 from training.train import Trainer
@@ -238,4 +238,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with group_left_at_end():
+        main()

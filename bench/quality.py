@@ -51,7 +51,7 @@ from peer_training import PeerTraining, recipe_of
 from peers import use_specforge
 from runs import Clock, TimedTrainer, compose, groups_for, held_out, run_folder
 from training.data import BatchPlan, Split
-from training.engine import World
+from training.engine import World, group_left_at_end
 from training.export import DTYPES, export
 from training.model import draft_vocab, open_store
 
@@ -296,8 +296,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
+    with group_left_at_end():
+        try:
+            main()
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            raise SystemExit(2) from None

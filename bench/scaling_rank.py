@@ -26,7 +26,7 @@ from eagle3 import logging as console
 from eagle3.config import Config
 from gpu import allocated, synchronize
 from runs import compose
-from training.engine import World
+from training.engine import World, group_left_at_end
 from training.train import Trainer
 
 
@@ -112,8 +112,8 @@ def main() -> None:
         if world.rank == 0:
             with Path(job["rows"]).open("a") as file:
                 file.write(json.dumps({"name": name, **row}) + "\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with group_left_at_end():
+        main()

@@ -263,4 +263,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with engines.group_left_at_end():
+        main()

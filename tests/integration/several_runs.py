@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from eagle3 import logging as console
 from eagle3.config import Config, from_dict_config
 from eagle3.errors import UserError
-from training.engine import World
+from training.engine import World, group_left_at_end
 from training.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,4 +47,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with group_left_at_end():
+        main()

@@ -13,7 +13,7 @@ import torch
 from eagle3.config import Config
 from eagle3.errors import UserError
 from training import engine
-from training.engine import deepspeed_config, offloads_optimizer, use_threads
+from training.engine import deepspeed_config, group_left_at_end, offloads_optimizer, use_threads
 
 
 def config(accumulation: int = 2, **deepspeed: Any) -> Config:
@@ -151,3 +151,35 @@ def test_joining_takes_the_share() -> None:
             [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
         )
         assert f"threads {expected}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "left"),
+    [
+        ("pass", 0, True),
+        ("sys.exit(2)", 2, True),
+        ("sys.exit(143)", 143, False),
+        ("1 / 0", 1, False),
+    ],
+)
+def test_a_program_leaves_its_group(end: str, status: int, left: bool) -> None:
+    """At its end and at a user's mistake; after anything else the group is left alone."""
+    script = (
+        "import atexit, sys\n"
+        "import torch.distributed as dist\n"
+        "from training.engine import World, group_left_at_end\n"
+        "atexit.register(lambda: print('left', not dist.is_initialized(), flush=True))\n"
+        f"with group_left_at_end():\n    World.join()\n    {end}\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in (*SIZES, "RANK", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**kept, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert f"left {left}" in done.stdout
+    assert done.returncode == status or not left  # what is not left may abort the process
+
+
+def test_a_program_without_a_group_ends() -> None:
+    with group_left_at_end():
+        pass
