@@ -15,8 +15,10 @@ resumes.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -130,6 +132,8 @@ def main() -> None:
     greedy = joined(arguments.greedy, 1, run / "greedy.jsonl")
     sampled = joined(arguments.sampled, arguments.samples, run / "sampled.jsonl")
     spools = [Spool.create(folder) for folder in default_spools(config)]
+    for spool in spools:
+        atexit.register(shutil.rmtree, spool.folder, ignore_errors=True)
     since = time.monotonic()
     # the plain side of the comparison; the others help it answer
     plain = get_servers(
