@@ -34,6 +34,10 @@ WHOLE_ROW = 32768
 LOWEST = tl.constexpr(-1e30)
 """Below every logit, and finite: a difference of two is not NaN."""
 
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+"""For a minimum or maximum of what may be NaN: by default the other one is taken, and training that
+diverged would show a finite loss."""
+
 
 @triton.jit
 def _running_softmax(peak, total, best, x, column):
@@ -173,14 +177,15 @@ def _overlap_kernel(
         t = tl.load(t_row + column, mask=inside, other=LOWEST).to(tl.float32)
         q = tl.exp(x - normaliser)
         p = tl.exp(t - lse)
-        lane_overlap += tl.minimum(p, q)
+        lane_overlap += tl.minimum(p, q, NAN)
         lane_below += tl.where(q < p, q, 0.0)
     overlap = tl.sum(lane_overlap, 0)
     below = tl.sum(lane_below, 0)
     factor = 1.0
     if LOG:
-        factor = tl.where(overlap < least, 0.0, 1.0 / tl.maximum(overlap, least))
-        tl.store(loss + row, -tl.log(tl.maximum(overlap, least)))
+        clamped = tl.maximum(overlap, least, NAN)
+        factor = tl.where(overlap < least, 0.0, 1.0 / clamped)
+        tl.store(loss + row, -tl.log(clamped))
     else:
         tl.store(loss + row, 1.0 - overlap)
     tl.store(top1 + row, highest)

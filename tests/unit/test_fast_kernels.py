@@ -302,6 +302,29 @@ def test_losses(
             close(grad, expected_grads[1])
 
 
+@pytest.mark.parametrize("of", ["drafter", "teacher"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("whole_row", [0, 64])
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+def test_a_row_that_is_not_finite_has_no_finite_loss(
+    kind: str, whole_row: int, value: float, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training ends when a loss is not finite; a minimum or maximum may drop a NaN on the way."""
+    monkeypatch.setattr(losses, "BLOCK", 16)
+    monkeypatch.setattr(losses, "WHOLE_ROW", whole_row)
+    torch.manual_seed(0)
+    states, weight, teacher_logits = random(3, 16), random(50, 16), random(3, 50)
+    if of == "drafter":
+        states[1] = value
+    else:
+        teacher_logits[1, 20] = value
+    rows, ones = torch.arange(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    loss, _, _ = losses.lm_head_loss(states, weight, teacher_logits, rows, ones, kind, False)
+    # the best of a teacher's row is still known if another entry is NaN
+    known = kind == "hard_ce" and of == "teacher"
+    assert loss.isfinite().tolist() == [True, known, True]
+
+
 @pytest.mark.parametrize("spread", [1, 3])
 @pytest.mark.parametrize("kind", sorted(LOSSES))
 def test_bf16_gradients_are_within_one_percent_of_float64(kind: str, spread: int) -> None:
