@@ -120,8 +120,9 @@ class Flash:
         )  # fmt: skip
         return grads[0], grads[1]
 
-    def _grid(self, kernel: str) -> tuple[int, int]:
-        return self.groups, len(self.pieces[kernel][0])
+    def _grid(self, kernel: str) -> tuple[int]:
+        # along one axis, groups of a piece side by side: the other axes end at 65,535 programs
+        return (self.groups * len(self.pieces[kernel][0]),)
 
 
 def _cut(starts: Tensor, size: int, bound: int) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,8 @@ def attend_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one document, with all heads of one group."""
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
-    first = tl.load(firsts + tl.program_id(1))
+    group, piece = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    doc, first = tl.load(docs + piece), tl.load(firsts + piece)
     end = tl.load(query_starts + doc + 1)
     if first < end:
         end = tl.minimum(first + BLOCK_ROWS // HEADS, end)
@@ -143,8 +143,8 @@ def grad_q_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """As `attend_kernel`; adds to `grad_q`."""
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
-    first = tl.load(firsts + tl.program_id(1))
+    group, piece = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    doc, first = tl.load(docs + piece), tl.load(firsts + piece)
     end = tl.load(query_starts + doc + 1)
     if first < end:
         end = tl.minimum(first + BLOCK_ROWS // HEADS, end)
@@ -214,9 +214,10 @@ def grad_kv_kernel(
 ):  # fmt: skip
     """A block of keys of one document and group."""
     TILE: tl.constexpr = BLOCK_ROWS // HEADS
-    group, doc = tl.program_id(0), tl.load(docs + tl.program_id(1))
+    group, piece = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    doc = tl.load(docs + piece)
     doc_row, doc_end = tl.load(key_starts + doc), tl.load(key_starts + doc + 1)
-    first_key = tl.load(firsts + tl.program_id(1)) - doc_row
+    first_key = tl.load(firsts + piece) - doc_row
     if doc_row + first_key < doc_end:
         key, column = first_key + tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_SIZE)
         inside = (doc_row + key < doc_end)[:, None] & (column < SIZE)[None, :]

@@ -221,6 +221,14 @@ def test_what_kernels_read_is_aligned_whatever_the_layout(num_rows: int) -> None
         assert all(step.data_ptr() % 16 == 0 for step in tensor)
 
 
+def test_a_launch_takes_all_pieces_of_a_long_batch() -> None:
+    """A grid's first axis has room for 2^31 - 1 programs, the others for 65,535."""
+    layout = laid_out(make_batch([[0] + [1] * 70_001], tiny_config(num_aux=1, hidden_size=8)))
+    attention = flash.Flash(layout, 64, 1, 128)  # a piece holds one query
+    for name in flash.TILES:
+        assert all(programs <= 65_535 for programs in attention._grid(name)[1:])
+
+
 def test_every_piece_of_a_document_is_in_the_tables_once() -> None:
     starts = torch.tensor([0, 5, 5, 6, 14])
     docs, firsts = flash._cut(starts, 4, bound=14 // 4 + 4)
