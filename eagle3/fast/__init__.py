@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "obstacle", "supported"]
 
+WIDEST_GROUP = 32
+"""Query heads of a key/value head: all are rows of one tile of `flash`, and tiles of more rows than
+its TILES say need more shared memory than some GPUs have."""
+
 
 def obstacle(drafter: Drafter, batch: Batch, fp8: bool = False) -> str | None:
     """Why `step.fast_ttt` cannot train this drafter on this batch; None if it can.
@@ -53,6 +57,12 @@ def obstacle(drafter: Drafter, batch: Batch, fp8: bool = False) -> str | None:
         return f"draft.num_layers={config.num_layers}, not 1"
     if config.head_dim % 8 or config.head_dim > 256:
         return f"draft.head_dim={config.head_dim} is not a multiple of 8 up to 256"
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads > WIDEST_GROUP * kv_heads:
+        return (
+            f"draft.num_attention_heads={heads} is more than {WIDEST_GROUP} times "
+            f"draft.num_key_value_heads={kv_heads}"
+        )
     if fp8:
         if torch.cuda.get_device_capability(batch.aux.device) < (8, 9):
             return "fp8 needs a GPU of compute capability 8.9"

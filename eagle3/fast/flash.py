@@ -28,7 +28,7 @@ TILES = {
 }
 """Rows (queries times heads) and keys of a program's tiles, its warps and stages, for heads of up
 to 128 and of up to 256: the fastest of those tried on one H200, if they fit in every GPU's shared
-memory."""
+memory. At least as many rows as `WIDEST_GROUP`."""
 
 
 class Flash:
@@ -169,7 +169,7 @@ def _constants(kernel: str, num_heads: int, num_groups: int, size: int) -> dict[
         "GROUPS": num_groups,
         "HEADS": heads,
         "SIZE": size,
-        "BLOCK_ROWS": max(rows, triton.next_power_of_2(heads)),
+        "BLOCK_ROWS": rows,
         "BLOCK_KEYS": block_keys,
         "BLOCK_SIZE": max(16, triton.next_power_of_2(size)),
         "num_warps": num_warps,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +165,22 @@ def test_the_plain_path_stays_where_the_fast_one_does_not_apply() -> None:
     batch = make_batch(small_masks(), drafter.config)
     batch.layout = laid_out(batch)
     assert fast.obstacle(drafter, batch) == "no GPU"
+
+
+def test_groups_too_wide_for_some_gpus_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile holds all heads of a group; one of 64 rows does not fit an RTX 40's shared memory."""
+    rows = [tile[0] for tiles in flash.TILES.values() for tile in tiles]
+    assert min(rows) >= fast.WIDEST_GROUP
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    aux = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
+    batch: Any = SimpleNamespace(aux=aux, layout="a layout")
+    found = []
+    for groups in (2, 1):
+        shape = {"num_attention_heads": 34, "num_key_value_heads": groups}
+        drafter, _ = tiny_drafter(torch.bfloat16, **shape)
+        found.append(fast.obstacle(drafter, batch))
+    told = "draft.num_attention_heads=34 is more than 32 times draft.num_key_value_heads=1"
+    assert found == [None, told]
 
 
 LONG = [
