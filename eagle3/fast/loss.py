@@ -267,6 +267,7 @@ def lm_head_loss(
             _add_product(grad_weight, grads.T, states[part])
         if need_grad:
             torch.mm(grads, weight, out=states[part])
+        del grads
     return loss, top1, grad_weight
 
 

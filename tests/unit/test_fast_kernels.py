@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -308,6 +309,25 @@ def test_losses(
         if grad is not None:
             close(states, expected_grads[0])
             close(grad, expected_grads[1])
+
+
+@pytest.mark.parametrize("need_grad", [False, True])
+def test_one_chunk_of_logits_at_a_time(need_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a chunk made is gone before the next one's logits are."""
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 1)  # 128 rows
+    product, alive = losses.wide_product, []
+
+    def counted(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+        alive.append(sum(x.shape == (128, 20) for x in tensors))
+        return product(states, weight)
+
+    monkeypatch.setattr(losses, "wide_product", counted)
+    states, weight, teacher_logits = random(300, 16), random(20, 16), random(9, 20)
+    rows = torch.zeros(300, dtype=torch.int64, device=DEVICE)
+    ones = torch.ones(300, device=DEVICE)
+    losses.lm_head_loss(states, weight, teacher_logits, rows, ones, "soft_ce", need_grad)
+    assert alive == [0, 0, 0]
 
 
 @pytest.mark.parametrize("of", ["drafter", "teacher"])
