@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
@@ -21,6 +22,7 @@ from eagle3.chat import ChatEncoder
 from eagle3.command import command
 from eagle3.config import Config
 from eagle3.errors import UserError
+from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.records import Record, read
 from eagle3.serving.client import Client, RequestRefused, in_order
@@ -47,12 +49,20 @@ def sampling_params(config: Config) -> dict[str, Any]:
 def answer(
     client: Client, encoder: ChatEncoder, record: Record, sampling: dict[str, Any]
 ) -> dict[str, Any]:
-    """One response row; a prompt the server refuses (too long, say) gives one without an answer."""
+    """One response row; a prompt the server refuses (too long, say) gets an answer of no tokens.
+
+    With no `output_ids` at all, the prompt's own assistant turns would pass for answers.
+    """
     try:
         reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
     except RequestRefused as refusal:
         log.warning("prompt %s: %s", record.id, refusal)
-        return {"id": record.id, "messages": record.prompt, "finish": "refused"}
+        return {
+            "id": record.id,
+            "messages": record.prompt,
+            "output_ids": [],
+            "finish": "refused",
+        }
     text = encoder.tokenizer.decode(reply.output_ids, skip_special_tokens=True)
     row: dict[str, Any] = {
         "id": record.id,
@@ -69,21 +79,33 @@ def answer(
 
 def identity(record: Record) -> list[Any]:
     """What another answer, or another row for it, would follow from."""
-    weight = [] if record.weight == 1 else [record.weight]
-    return [record.id, record.prompt, *weight]
+    extra: list[Any] = [] if record.weight == 1 else [record.weight]
+    if record.tools:
+        extra.append(record.tools)
+    return [record.id, record.prompt, *extra]
 
 
 def respond(config: Config) -> Path:
-    """Answer every prompt that has no answer yet; return the responses file."""
+    """Answer every prompt that has no answer yet; return the responses file.
+
+    Raises:
+        UserError: there is nothing to answer, or the folder holds other answers.
+    """
     if config.data.prompts is None:
         raise UserError("data.prompts is not set: which prompts should the target answer?")
-    records, skipped = read(config.data.prompts, config.data.split)
-    records = records[config.respond.skip :][: config.respond.limit]
+    found, skipped = read(config.data.prompts, config.data.split)
+    records = found[config.respond.skip :][: config.respond.limit]
+    if not records:
+        raise UserError(
+            f"respond.skip={config.respond.skip} leaves none of the {len(found)} prompts in "
+            f"{config.data.prompts}"
+        )
     target = Target.from_config(config.target)
     manifest = Manifest(
         kind=KIND,
         match={
             "target": target.identity(),
+            "template_kwargs": config.target.template_kwargs,
             "prompts": provenance.hash_json([identity(r) for r in records]),
             "sampling": sampling_params(config),
             "samples_per_prompt": config.respond.samples_per_prompt,
@@ -92,33 +114,20 @@ def respond(config: Config) -> Path:
     )
     folder = config.responses_dir
     output = folder / "responses.jsonl"
-    remedy = "Resume with the same configuration, or choose another run_name."
-    if not manifest.resumes(folder, f"{folder}", remedy):
-        manifest.save(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     work = [r for r in records for _ in range(config.respond.samples_per_prompt)]
-    done = _whole_lines(output)
-    finishes: Counter[str] = Counter()
-    if done < len(work):
-        encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
-        log_file = config.run_dir / "logs" / "respond-server.log"
-        envs: list[dict[str, str]] = [{}] * config.server.replicas
-        with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
-            pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
-            with (
-                output.open("a", encoding="utf-8") as file,
-                closing(_answers(pool, encoder, work[done:], config)) as rows,
-            ):
-                for row in rows:
-                    finishes[row["finish"]] += 1
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    file.flush()
-    manifest.facts = {
-        "complete": True,
-        "responses": len(work),
-        "skipped": dict(skipped),
-        "sha256": provenance.hash_file(output),
-    }
-    manifest.save(folder)
+    with exclusive(folder):
+        remedy = "Resume with the same configuration, or choose another run_name."
+        if not manifest.resumes(folder, f"{folder}", remedy):
+            manifest.save(folder)
+        finishes = _answer_rest(config, target, work, output)
+        manifest.facts = {
+            "complete": True,
+            "responses": len(work),
+            "skipped": dict(skipped),
+            "sha256": provenance.hash_file(output),
+        }
+        manifest.save(folder)
     log.info(
         "%d responses in %s (new: %s, skipped: %s)",
         len(work),
@@ -127,6 +136,28 @@ def respond(config: Config) -> Path:
         dict(skipped),
     )
     return output
+
+
+def _answer_rest(config: Config, target: Target, work: list[Record], output: Path) -> Counter[str]:
+    """Append the answers that the file lacks; returns how they finished."""
+    done = _whole_lines(output)
+    finishes: Counter[str] = Counter()
+    if done == len(work):
+        return finishes
+    encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
+    log_file = config.run_dir / "logs" / "respond-server.log"
+    envs: list[dict[str, str]] = [{}] * config.server.replicas
+    with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
+        pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
+        with (
+            output.open("a", encoding="utf-8") as file,
+            closing(_answers(pool, encoder, work[done:], config)) as rows,
+        ):
+            for row in rows:
+                finishes[row["finish"]] += 1
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+    return finishes
 
 
 def _answers(
@@ -149,14 +180,17 @@ def _answers(
 
 
 def _whole_lines(file: Path) -> int:
-    """Number of complete lines; a torn last one is cut off."""
+    """Number of complete lines; a torn last one is cut off, without touching the others."""
     if not file.exists():
         return 0
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        file.write_bytes(whole)
-    return whole.count(b"\n")
+    lines = end = 0
+    with file.open("rb") as data:
+        for line in data:
+            if line.endswith(b"\n"):
+                lines, end = lines + 1, end + len(line)
+    if end < file.stat().st_size:
+        os.truncate(file, end)
+    return lines
 
 
 @command("respond")

@@ -126,11 +126,15 @@ def _on_policy(folder: Path, target: Target) -> bool:
     """Whether this target gave the answers in a folder: `respond` left it on record there.
 
     Raises:
-        UserError: responses of a model with another tokenizer; they hold token ids.
+        UserError: responses that are not all there yet, or of a model with another tokenizer (they
+            hold token ids).
     """
     if not (folder / NAME).exists():
         return False
-    wanted, found = target.identity(), Manifest.load(folder, "responses").match["target"]
+    manifest = Manifest.load(folder, "responses")
+    if not manifest.facts.get("complete"):
+        raise UserError(f"the responses in {folder} are not finished: run `respond` again")
+    wanted, found = target.identity(), manifest.match["target"]
     remedy = "Let this target answer the prompts itself (`respond` under another run_name)."
     tokenizer = {"tokenizer": wanted["tokenizer"]}
     require_match(tokenizer, found, f"the responses in {folder}", remedy)

@@ -33,7 +33,7 @@ def write(file: Path, *weights: float | None) -> str:
 def answered(folder: Path, target: Target, *weights: float | None, **identity: str) -> str:
     """The same as responses of a target with this identity."""
     match = {"target": {**target.identity(), **identity}}
-    Manifest(kind="responses", match=match).save(folder)
+    Manifest(kind="responses", match=match, facts={"complete": True}).save(folder)
     return write(folder / "responses.jsonl", *weights)
 
 
