@@ -58,10 +58,14 @@ class Extraction:
         whole = self._budget(self.todo, self.config.extract.tokens_per_s)
         log.info("budget: %s", whole)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with exclusive(folder):
-            writer = StoreWriter(folder, self._manifest(), self.config.extract.shard_bytes)
+        with (
+            exclusive(folder),
+            closing(
+                StoreWriter(folder, self._manifest(), self.config.extract.shard_bytes)
+            ) as writer,
+        ):
             rest = self.todo[writer.next_number :]
-            if not rest and writer.complete:
+            if writer.complete:  # whatever is left was rejected, and is on record
                 log.info("the store in %s is complete", folder)
                 return
             if writer.next_number:

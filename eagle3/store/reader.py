@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import digest
-from eagle3.store.writer import KIND, index_files, shard_paths
+from eagle3.store.writer import KIND, index_files, open_index, shard_paths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class StoreReader:
     """
 
     def __init__(self, folder: Path, allow_incomplete: bool = False) -> None:
-        from datasets import Dataset, concatenate_datasets
+        from datasets import concatenate_datasets
 
         self.folder = folder
         self.manifest = Manifest.load(folder, KIND)
@@ -65,7 +65,7 @@ class StoreReader:
             raise UserError(f"the store in {folder} is not finished; run the extract command again")
         if not files or (complete and len(files) != self.manifest.facts["shards"]):
             raise UserError(f"the store in {folder} lacks shards: {len(files)} found")
-        self.index = concatenate_datasets([_index(Dataset, f) for f in files])
+        self.index = concatenate_datasets([_index(f) for f in files])
         table = self.index.with_format("arrow")[:]  # a column of a Dataset is read row by row
         self.ids: list[str] = table.column("id").to_pylist()
         self.lengths: np.ndarray = table.column("rows").to_numpy()
@@ -188,14 +188,9 @@ def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _index(dataset: Any, path: Path) -> Any:
-    """Index file of a shard, memory-mapped."""
-    import pyarrow
-
-    try:
-        index = dataset.from_file(str(path))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+def _index(path: Path) -> Any:
+    """Index file of a shard, with weights."""
+    index = open_index(path)
     if "weight" not in index.column_names:  # written before samples had weights
         index = index.add_column("weight", np.ones(len(index), dtype=np.float32))
     return index

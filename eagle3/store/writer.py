@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle3 import provenance
 from eagle3.errors import UserError
-from eagle3.manifest import Manifest, write_json
+from eagle3.manifest import NAME, Manifest, write_json
 from eagle3.store import safetensors_file
 from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import Encoded
@@ -47,7 +47,8 @@ class StoreWriter:
         shard_bytes: a shard is committed when its encoded samples reach this size.
 
     Raises:
-        UserError: the folder holds a store of another configuration, or something else.
+        UserError: the folder holds a store of another configuration, one that lacks shards, or
+            something else.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, shard_bytes: int) -> None:
@@ -56,17 +57,19 @@ class StoreWriter:
         self.shard_bytes = shard_bytes
         self.codec: Codec = get(manifest.match["codec"])
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for pattern in (f".{NAME}.*", f".{REJECTED}.*", ".shard-*"):
+            for stale in folder.glob(pattern):
+                stale.unlink()
         remedy = "Resume with the same configuration, or choose another folder."
         if manifest.resumes(folder, f"the store in {folder}", remedy):
-            self.complete = bool(Manifest.load(folder, KIND).facts.get("complete"))
+            facts = Manifest.load(folder, KIND).facts
         elif any(folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no store; choose another folder")
         else:
             manifest.save(folder)
-            self.complete = False
-        for stale in folder.glob(".*"):
-            stale.unlink()
+            facts = {}
         self.next_number, self.num_shards, self.num_samples = self._committed()
+        self.complete = facts.get("complete", False) and facts["shards"] == self.num_shards
         self.rejected: list[dict[str, Any]] = self._rejected()
         self._pending: list[tuple[int, Encoded]] = []
         self._pending_bytes = 0
@@ -96,6 +99,10 @@ class StoreWriter:
         self._start_commit()
         self._finish_commit()
 
+    def close(self) -> None:
+        """Wait for the shard that is being written; what is pending is dropped."""
+        self._thread.shutdown()
+
     def _start_commit(self) -> None:
         self._finish_commit()
         if self._pending:
@@ -112,7 +119,6 @@ class StoreWriter:
     def finish(self, facts: dict[str, Any]) -> None:
         """Commit the rest and mark the store complete."""
         self.flush()
-        write_json(self.folder / REJECTED, self.rejected)
         reasons = Counter(row["reason"] for row in self.rejected)
         self.manifest.facts = {
             **facts,
@@ -123,7 +129,12 @@ class StoreWriter:
             "shards": self.num_shards,
             "index_sha256": [provenance.hash_file(f) for f in index_files(self.folder)],
         }
-        self.manifest.save(self.folder)
+        try:
+            write_json(self.folder / REJECTED, self.rejected)
+            self.manifest.save(self.folder)
+        except OSError as error:
+            self._explain(error, 0)
+            raise
 
     def _write_shard(
         self, shard: int, samples: list[tuple[int, Encoded]], rejected: list[dict[str, Any]]
@@ -144,14 +155,14 @@ class StoreWriter:
         log.info("committed shard %d: %d samples", shard, len(samples))
 
     def _explain(self, error: OSError, needed: int) -> None:
-        """Raise what a user can act on if a shard was not written for lack of space."""
+        """Raise what a user can act on if something was not written for lack of space."""
         for half in self.folder.glob(".shard-*"):
             half.unlink()
         free = shutil.disk_usage(self.folder).free
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or free < needed:
             raise UserError(
-                f"no space for the next shard in {self.folder}: {needed:,} bytes needed, {free:,} "
-                f"free ({error}). The shards before it are committed; free some space and run the "
+                f"no space to go on in {self.folder}: {needed:,} bytes needed, {free:,} "
+                f"free ({error}). The shards so far are committed; free some space and run the "
                 "same command again to go on"
             ) from error
 
@@ -189,16 +200,36 @@ class StoreWriter:
 
     def _committed(self) -> tuple[int, int, int]:
         """Next sample number, shards and samples on disk; a data file without index is dropped."""
-        from datasets import Dataset
-
         files = index_files(self.folder)
+        for number, file in enumerate(files):
+            _, expected = shard_paths(self.folder, number)
+            if file != expected:  # the next shard's name would be one that is taken
+                raise UserError(
+                    f"the store in {self.folder} lacks {expected.name}, but not later ones: put it "
+                    "back with its data file, or choose another folder"
+                )
         for data in self.folder.glob("shard-*.safetensors"):
             if not data.with_suffix(".arrow").exists():
                 data.unlink()
         if not files:
             return 0, 0, 0
-        indexes = [Dataset.from_file(str(file)) for file in files]
+        indexes = [open_index(file) for file in files]
         return indexes[-1][-1]["number"] + 1, len(files), sum(map(len, indexes))
+
+
+def open_index(path: Path) -> Any:
+    """Index file of a shard, memory-mapped.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    import pyarrow
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_file(str(path))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,5 @@
 import errno
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,3 +303,81 @@ def test_files_are_safetensors_of_the_joined_pieces(tmp_path: Path) -> None:
 def test_unknown_codec() -> None:
     with pytest.raises(UserError, match="codec.name=zip"):
         codecs.get("zip")
+
+
+def test_a_kill_before_the_first_manifest_is_not_in_the_way(tmp_path: Path) -> None:
+    """It leaves nothing but a temporary file of ours; so does a disk that is full at the start."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / ".manifest.json.4711.tmp").write_text('{"half')
+    write(folder)
+    assert len(StoreReader(folder)) == len(MASKS)
+    assert not list(folder.glob(".*"))
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    write(folder)
+    (folder / ".snapshot").mkdir()
+    (folder / ".note").write_text("mine")
+    (folder / ".shard-00007.arrow").write_bytes(b"half")
+    StoreWriter(folder, manifest(), 200)
+    assert {p.name for p in folder.glob(".*")} == {".snapshot", ".note"}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_resuming_does_not_overwrite_a_shard_when_an_earlier_one_is_lost(
+    tmp_path: Path, lost: int
+) -> None:
+    folder = tmp_path / "s"
+    writer = StoreWriter(folder, manifest(), 1)
+    for number in range(3):
+        writer.append(number, samples()[number].encode(writer.codec))
+    writer.flush()
+    for path in folder.glob(f"shard-0000{lost}.*"):
+        path.unlink()
+    with pytest.raises(UserError, match=rf"lacks shard-0000{lost}\.arrow"):
+        StoreWriter(folder, manifest(), 1)
+    assert len(list(folder.glob("shard-*"))) == 4
+
+
+def test_a_damaged_index_is_named_when_resuming(tmp_path: Path) -> None:
+    write(tmp_path / "s", 1)
+    (tmp_path / "s" / "shard-00001.arrow").write_bytes(b"")
+    with pytest.raises(UserError, match=r"shard-00001\.arrow is damaged"):
+        StoreWriter(tmp_path / "s", manifest(), 1)
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_like_one_that_is_full_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "s"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="free some space and run"):
+        writer = StoreWriter(folder, manifest(), 1 << 20)
+        patch.setattr("eagle3.manifest.os.fsync", full)
+        for number, sample in enumerate(samples()):
+            writer.append(number, sample.encode(writer.codec))
+        writer.finish({})
+    write(folder)
+    assert len(StoreReader(folder)) == len(MASKS)
+
+
+def test_closing_waits_for_the_shard_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gets the folder's lock next must not meet a half-written file of ours."""
+    go, real = threading.Event(), safetensors_file.write
+
+    def slow(path: Path, columns: dict) -> None:
+        assert go.wait(30)
+        real(path, columns)
+
+    monkeypatch.setattr("eagle3.store.safetensors_file.write", slow)
+    writer = StoreWriter(tmp_path / "s", manifest(), 1)
+    writer.append(0, samples()[0].encode(writer.codec))
+    threading.Timer(0.2, go.set).start()
+    writer.close()
+    assert (tmp_path / "s" / "shard-00000.arrow").exists()

@@ -1,0 +1,117 @@
+"""The `extract` command with a stand-in for the servers: resuming, and what a finished store is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3.config import Config
+from eagle3.store.reader import StoreReader
+from eagle3.store.sample import Encoded, Sample
+from eagle3.target import Target
+from extraction import extract
+from extraction.check import Rejection
+from extraction.extract import Extraction
+from extraction.samples import TokenSample
+
+
+class Fake:
+    """Captures made-up states; rejects the samples of these ids."""
+
+    workers = 2
+    servers: list[dict[str, Any]] = []
+
+    def __init__(self, run: Extraction) -> None:
+        self.run = run
+        self.rejects: set[str] = set()
+        self.captured: list[str] = []
+        self._lock = threading.Lock()
+
+    def capture(self, number: int, sample: TokenSample) -> Encoded | Rejection:
+        with self._lock:
+            self.captured.append(sample.id)
+        if sample.id in self.rejects:
+            return Rejection("row count")
+        rows, width = len(sample.input_ids), self.run.target.hidden_size
+        made = Sample(
+            id=sample.id,
+            input_ids=torch.from_numpy(sample.input_ids),
+            loss_mask=torch.from_numpy(sample.loss_mask),
+            aux=torch.ones(rows, 3 * width),
+            final=torch.ones(rows, width),
+        )
+        return made.encode(self.run.codec)
+
+
+@pytest.fixture
+def run(target: Target, tmp_path: Path) -> Extraction:
+    rows = [{"input_ids": [n, 2, 3], "loss_mask": [0, 1, 1], "id": f"s{n}"} for n in range(6)]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    config.target.path = str(target.folder)
+    config.target.aux_layers = [1, 3, 5]
+    config.data.conversations = [str(file)]
+    config.extract.shard_bytes = 10_000  # four samples
+    config.extract.max_rejected = 1.0
+    return Extraction(config)
+
+
+@pytest.fixture
+def fake(run: Extraction, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake(run)
+
+    @contextmanager
+    def extractor(*_: Any) -> Iterator[Fake]:
+        made.captured.clear()
+        yield made
+
+    monkeypatch.setattr(extract, "extractor", extractor)
+    return made
+
+
+def test_a_finished_store_is_left_alone_even_if_its_last_samples_were_rejected(
+    run: Extraction, fake: Fake
+) -> None:
+    fake.rejects = {"s1", "s4", "s5"}
+    run.run()
+    before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
+    fake.captured.clear()
+    run.run()
+    assert fake.captured == []
+    assert {p.name: p.read_bytes() for p in run.folder.iterdir()} == before
+    assert StoreReader(run.folder).ids == ["s0", "s2", "s3"]
+
+
+def test_a_finished_store_that_lost_its_last_shard_is_filled_again(
+    run: Extraction, fake: Fake
+) -> None:
+    run.run()
+    last = sorted(run.folder.glob("shard-*"))[-2:]
+    before = last[1].read_bytes()
+    for path in last:
+        path.unlink()
+    run.run()
+    assert 0 < len(fake.captured) < 6 and last[1].read_bytes() == before
+    assert StoreReader(run.folder).ids == [f"s{n}" for n in range(6)]
+
+
+def test_a_run_that_fails_lets_go_of_the_folder_with_nothing_being_written(
+    run: Extraction, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    real = extract.StoreWriter.close
+    monkeypatch.setattr(
+        extract.StoreWriter, "close", lambda self: (real(self), closed.append(self))
+    )
+    monkeypatch.setattr(Fake, "capture", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    assert len(closed) == 1
