@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,24 +91,30 @@ def _changed_indexes(folder: Path) -> Iterator[Problem]:
 
 def _index_problems(reader: StoreReader) -> Iterator[Problem]:
     """Index against the data files and the sizes of their tensors."""
-    import pyarrow.compute
     from safetensors import SafetensorError, safe_open
 
     known = set()
     table = reader.index.with_format("arrow")[:]
-    for shard in range(len(index_files(reader.folder))):
+    names = ("shard", "start", "rows", "final_start", "final_rows")
+    index = {name: table[name].to_numpy() for name in names}
+    order = index["shard"].argsort(kind="stable")
+    num_shards = len(index_files(reader.folder))
+    bounds = np.searchsorted(index["shard"], np.arange(num_shards + 1), sorter=order)
+    for shard in range(num_shards):
         path, _ = shard_paths(reader.folder, shard)
         known.add(path.name)
-        mine = table.filter(pyarrow.compute.equal(table["shard"], shard)).to_pylist()
-        ends = {"rows": 0, "final_rows": 0}
-        for row in mine:
-            if (row["start"], row["final_start"]) != (ends["rows"], ends["final_rows"]):
-                yield Problem(f"sample {row['number']} ({row['id']})", "is not where it should be")
-            ends = {k: ends[k] + row[k] for k in ends}
+        mine = order[bounds[shard] : bounds[shard + 1]]
+        ends = {kind: index[kind][mine].cumsum() for kind in ("rows", "final_rows")}
+        misplaced = (index["start"][mine] != ends["rows"] - index["rows"][mine]) | (
+            index["final_start"][mine] != ends["final_rows"] - index["final_rows"][mine]
+        )
+        for number in mine[misplaced]:
+            yield Problem(f"sample {number} ({reader.ids[number]})", "is not where it should be")
+        totals = {kind: int(end[-1]) if len(end) else 0 for kind, end in ends.items()}
         try:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118
-                    wanted = ends["final_rows" if key.startswith("final.") else "rows"]
+                    wanted = totals["final_rows" if key.startswith("final.") else "rows"]
                     found = file.get_slice(key).get_shape()[0]
                     if found != wanted:
                         yield Problem(path.name, f"{key} has {found} rows, the index {wanted}")

@@ -1,10 +1,14 @@
 """Damage a store in every way we can think of: it must be found, and located."""
 
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from safetensors.torch import load_file, save_file
 
 from eagle3.manifest import Manifest
@@ -90,6 +94,23 @@ def test_a_shard_copied_to_another_place_is_found(store: Path) -> None:
     for suffix in (".safetensors", ".arrow"):
         shutil.copy(store / f"shard-00000{suffix}", store / f"shard-00001{suffix}")
     assert any("not the index file" in w for w in whats(store))
+
+
+def test_samples_that_lie_elsewhere_than_the_index_says_are_named(store: Path) -> None:
+    """Each by its place in the store, whatever its number in the data; others are not."""
+    path = store / "shard-00001.arrow"
+    table = Dataset.from_file(str(path)).with_format("arrow")[:].to_pylist()
+    table[1]["start"] += 1
+    with ArrowWriter(path=str(path)) as writer:
+        for row in table:
+            writer.write({**row, "weight": np.float32(row["weight"])})
+        writer.finalize()
+    facts = json.loads((store / "manifest.json").read_text())
+    del facts["facts"]["index_sha256"]
+    (store / "manifest.json").write_text(json.dumps(facts))
+    before = len(Dataset.from_file(str(store / "shard-00000.arrow")))
+    named = f"sample {before + 1} (s{before + 1}): is not where it should be"
+    assert named in whats(store) and sum("where it should" in w for w in whats(store)) == 1
 
 
 def test_bad_values_are_found_even_with_a_right_checksum(tmp_path: Path) -> None:
