@@ -8,9 +8,11 @@ because that is what happens live: the prompt is tokenised, then the model adds 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from eagle3.errors import UserError
 from eagle3.records import Message, Record, RowError
 
 
@@ -23,11 +25,21 @@ class Encoded:
 
 
 class ChatEncoder:
-    """Encodes with one tokenizer and its chat template."""
+    """Encodes with one tokenizer and its chat template.
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+    Args:
+        eos_ids: tokens at which a server stops.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: dict[str, Any] | None = None,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
+        self.eos_ids = frozenset(eos_ids)
         self.special_ids = set(tokenizer.all_special_ids)
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
@@ -87,7 +99,11 @@ class ChatEncoder:
         return Encoded(input_ids=ids, loss_mask=mask)
 
     def _end_of_turn(self, ids: list[int]) -> int:
-        """Number of tokens up to and including the turn's last special token."""
+        """Number of tokens up to and including the first at which a server stops, or else the
+        turn's last special token."""
+        for position, token in enumerate(ids):
+            if token in self.eos_ids:
+                return position + 1
         for position in range(len(ids) - 1, -1, -1):
             if ids[position] in self.special_ids:
                 return position + 1
@@ -98,6 +114,11 @@ class ChatEncoder:
     ) -> str:
         import jinja2
 
+        if getattr(self.tokenizer, "chat_template", "") is None:
+            raise UserError(
+                "the target has no chat template: put one into its folder (chat_template.jinja), "
+                "or bring rows of input_ids"
+            )
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -106,7 +127,7 @@ class ChatEncoder:
                 add_generation_prompt=generate,
                 **self.template_kwargs,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # of values it cannot take
             raise RowError("the chat template rejects the conversation") from error
 
     def _ids(self, text: str) -> list[int]:

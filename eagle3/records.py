@@ -12,6 +12,8 @@ factor of its losses in training.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,8 @@ ROLES = {
 }  # fmt: skip
 
 
+TOKEN_COLUMNS = {"input_ids", "output_ids", "loss_mask"}
+"""Columns that hold no text."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 """Only ratios of weights matter; float32 has room for these, and for their sums."""
 
@@ -63,28 +67,44 @@ class Record:
 def read(
     path: str, split: str = "train", limit: int | None = None
 ) -> tuple[list[Record], Counter[str]]:
-    """Read a local file or a hub data set.
+    """All of `stream`.
 
     Returns:
         The usable records in order and the number of skipped rows by reason.
+    """
+    skipped: Counter[str] = Counter()
+    return list(stream(path, split, limit, skipped=skipped)), skipped
+
+
+def stream(
+    path: str, split: str = "train", limit: int | None = None, *, skipped: Counter[str]
+) -> Iterator[Record]:
+    """Usable records of a local file or a hub data set, one by one.
+
+    Args:
+        limit: most records to give.
+        skipped: where to count the other rows by reason.
 
     Raises:
         UserError: nothing there, nothing usable in it, or a weight that is none.
     """
-    records: list[Record] = []
-    skipped: Counter[str] = Counter()
+    found = 0
+    unusable: Counter[str] = Counter()
     for number, (place, row) in enumerate(_rows(path, split)):
-        if limit is not None and len(records) >= limit:
+        if limit is not None and found >= limit:
             break
         try:
-            records.append(parse(row, number))
+            record = parse(row, number)
         except RowError as error:
-            skipped[str(error)] += 1
+            unusable[str(error)] += 1
+            continue
         except UserError as error:
             raise UserError(f"{path}, {place}: {error}") from error
-    if not records:
-        raise UserError(f"no usable row in {path}; skipped: {dict(skipped)}")
-    return records, skipped
+        found += 1
+        yield record
+    skipped += unusable
+    if not found:
+        raise UserError(f"no usable row in {path}; skipped: {dict(unusable)}")
 
 
 def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
@@ -92,28 +112,51 @@ def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     file = Path(path)
     if file.suffix == ".jsonl":
         _require(file)
-        with file.open(encoding="utf-8", errors="replace") as lines:
+        with file.open(encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
                         row = json.loads(line)
-                    except json.JSONDecodeError:
+                    except ValueError:
                         row = None
                     yield f"line {number}", row
     elif file.suffix == ".json":
         _require(file)
-        data = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        try:
+            data = json.loads(file.read_text(encoding="utf-8-sig", errors="replace"))
+        except ValueError as error:
+            raise UserError(
+                f"{file} is not JSON ({error}); a file with a row on each line is named .jsonl"
+            ) from error
         yield from _numbered(data if isinstance(data, list) else [data])
     else:
-        import datasets
+        yield from _numbered(_data_set(path, split))
 
+
+def _data_set(path: str, split: str) -> Iterable[Any]:
+    """A Parquet file, or a data set of the hub."""
+    import datasets
+    import pyarrow
+
+    file = Path(path)
+    try:
         if file.suffix == ".parquet":
             _require(file)
-            rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
-        else:
-            name, _, subset = path.partition(":")
-            rows = datasets.load_dataset(name, subset or None, split=split)
-        yield from _numbered(rows)
+            return datasets.load_dataset("parquet", data_files=str(file), split="train")
+        name, _, subset = path.partition(":")
+        return datasets.load_dataset(name, subset or None, split=split)
+    except UserError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        datasets.exceptions.DatasetsError,
+        pyarrow.ArrowException,
+    ) as error:
+        raise UserError(
+            f"{path} (split {split}) cannot be read, neither as a .jsonl, .json or .parquet file "
+            f"nor from the hub: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -134,9 +177,12 @@ def parse(row: Any, number: int) -> Record:
     """
     if not isinstance(row, dict):
         raise RowError("not a JSON object")
+    if not _encodes(row):
+        raise RowError("lone surrogate")
     id = str(row.get("id") or row.get("question_id") or row.get("uid") or f"row-{number}")
     weight = checked_weight(row.get("weight"))
-    if "input_ids" in row:
+    output_ids = None if row.get("output_ids") is None else _token_ids(row["output_ids"])
+    if row.get("input_ids") is not None:
         return _pretokenised(id, row, weight)
     messages = _messages(row)
     for message in messages:
@@ -152,7 +198,7 @@ def parse(row: Any, number: int) -> Record:
         id=id,
         messages=messages,
         tools=_tools(row.get("tools")),
-        output_ids=row.get("output_ids"),
+        output_ids=output_ids,
         weight=weight,
     )
 
@@ -174,15 +220,31 @@ def checked_weight(value: Any) -> float:
     return float(value)
 
 
+def _encodes(row: dict[str, Any]) -> bool:
+    """Whether all text of a row can be written as UTF-8."""
+    try:
+        texts = {key: value for key, value in row.items() if key not in TOKEN_COLUMNS}
+        json.dumps(texts, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _pretokenised(id: str, row: dict[str, Any], weight: float) -> Record:
-    ids, mask = row["input_ids"], row.get("loss_mask")
+    ids, mask = _token_ids(row["input_ids"]), row.get("loss_mask")
     if mask is None and isinstance(row.get("output_ids"), list):
         mask = [0] * len(ids) + [1] * len(row["output_ids"])
         ids = ids + row["output_ids"]
     if not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise RowError("input_ids without output_ids or a loss_mask of the same length")
     mask = [int(bool(m)) for m in mask]
-    return Record(id=id, input_ids=list(ids), loss_mask=mask, weight=weight)
+    return Record(id=id, input_ids=ids, loss_mask=mask, weight=weight)
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise RowError("token ids that are no list of integers")
+    return value
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:
@@ -197,7 +259,8 @@ def _messages(row: dict[str, Any]) -> list[Message]:
             roles = ("user", "assistant")
             return head + [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
     if "instruction" in row:
-        user = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        parts = [part for part in (row["instruction"], row.get("input")) if part]
+        user = _joined("\n\n", parts)
         return head + _pair(user, row.get("output"))
     if "question" in row:
         return head + _pair(row["question"], row.get("answer"))
@@ -224,22 +287,44 @@ def _message(turn: Any) -> Message:
     if isinstance(content, list):  # OpenAI content parts
         if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             raise RowError("content that is not text")
-        content = "".join(p["text"] for p in content)
+        content = _joined("", [part.get("text") for part in content])
     message: Message = {"role": role, "content": content}
-    for key in ("reasoning_content", "tool_calls", "tool_call_id", "name"):
+    for key in ("reasoning_content", "tool_call_id", "name"):
         if turn.get(key) is not None:
             message[key] = turn[key]
+    if turn.get("tool_calls") is not None:
+        message["tool_calls"] = _tool_calls(turn["tool_calls"])
     return message
+
+
+def _joined(separator: str, parts: list[Any]) -> str:
+    if not all(isinstance(part, str) for part in parts):
+        raise RowError("content that is not text")
+    return separator.join(parts)
+
+
+def _tool_calls(calls: Any) -> list[Any]:
+    """Calls whose arguments are objects, as templates get them from SGLang's chat endpoint; in
+    OpenAI's form they are strings of JSON, which templates would quote once more."""
+    if not isinstance(calls, list):
+        raise RowError("tool calls that are no list")
+    found = copy.deepcopy(calls)
+    for call in found:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(function["arguments"])
+                if isinstance(arguments, dict):
+                    function["arguments"] = arguments
+    return found
 
 
 def _check_message(message: Message) -> None:
     content = message["content"]
-    if content is None and message.get("tool_calls"):
+    if content in (None, "") and message.get("tool_calls"):
         message["content"] = ""
     elif not isinstance(content, str) or not content.strip():
         raise RowError("empty content")
-    elif any("\ud800" <= c <= "\udfff" for c in content):
-        raise RowError("lone surrogate")
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -248,4 +333,6 @@ def _tools(value: Any) -> list[Any] | None:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise RowError("tools is not JSON") from error
+    if value and not isinstance(value, list):
+        raise RowError("tools that are no list")
     return value or None

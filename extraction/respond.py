@@ -24,7 +24,7 @@ from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
-from eagle3.records import Record, read
+from eagle3.records import Record, RowError, read
 from eagle3.serving.client import Client, RequestRefused, in_order
 from eagle3.serving.from_config import get_servers
 from eagle3.serving.pool import Pool
@@ -49,13 +49,14 @@ def sampling_params(config: Config) -> dict[str, Any]:
 def answer(
     client: Client, encoder: ChatEncoder, record: Record, sampling: dict[str, Any]
 ) -> dict[str, Any]:
-    """One response row; a prompt the server refuses (too long, say) gets an answer of no tokens.
+    """One response row; a prompt that the template or the server refuses (too long, say) gets an
+    answer of no tokens.
 
     With no `output_ids` at all, the prompt's own assistant turns would pass for answers.
     """
     try:
         reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
-    except RequestRefused as refusal:
+    except (RowError, RequestRefused) as refusal:
         log.warning("prompt %s: %s", record.id, refusal)
         return {
             "id": record.id,

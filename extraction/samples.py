@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3.chat import ChatEncoder
+from eagle3.chat import ChatEncoder, Encoded
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import NAME, Manifest, require_match
-from eagle3.records import RowError, checked_weight, read
+from eagle3.records import RowError, checked_weight, stream
 from eagle3.target import Target
 
 log = logging.getLogger(__name__)
@@ -66,38 +66,45 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
     Raises:
         UserError: no sources, responses of another target, or nothing usable.
     """
-    encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
+    encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs, target.eos_ids)
     samples: list[TokenSample] = []
     skipped: Counter[str] = Counter()
     for source, factor in _sources(config, target):
         limit = None if config.extract.of_eval else config.data.limit
-        records, unread = read(source, config.data.split, limit)
-        skipped += unread
-        for record in records:
+        for record in stream(source, config.data.split, limit, skipped=skipped):
             try:
                 encoded = encoder.encode(record)
             except RowError as error:
                 skipped[str(error)] += 1
                 continue
             for turn, part in enumerate(encoded):
-                if len(part.input_ids) > config.data.max_length:
-                    skipped["longer than data.max_length"] += 1
-                elif sum(part.loss_mask) < 2:
-                    skipped["fewer than two generated tokens"] += 1
-                else:
-                    samples.append(
-                        TokenSample.of(
-                            record.id if len(encoded) == 1 else f"{record.id}#{turn}",
-                            part.input_ids,
-                            part.loss_mask,
-                            record.weight * factor,
-                        )
+                if reason := _unfit(part, config.data.max_length, target.vocab_size):
+                    skipped[reason] += 1
+                    continue
+                samples.append(
+                    TokenSample.of(
+                        record.id if len(encoded) == 1 else f"{record.id}#{turn}",
+                        part.input_ids,
+                        part.loss_mask,
+                        record.weight * factor,
                     )
+                )
     if not samples:
         raise UserError(f"no usable sample; skipped rows: {dict(skipped)}")
     if skipped:
         log.warning("skipped rows: %s", dict(skipped))
     return samples, skipped
+
+
+def _unfit(part: Encoded, max_length: int, vocab_size: int) -> str | None:
+    """Why a sample is not captured, if so."""
+    if len(part.input_ids) > max_length:
+        return "longer than data.max_length"
+    if sum(part.loss_mask) < 2:
+        return "fewer than two generated tokens"
+    if not 0 <= min(part.input_ids) <= max(part.input_ids) < vocab_size:
+        return "token ids that are not in the target's vocabulary"
+    return None
 
 
 def _sources(config: Config, target: Target) -> list[tuple[str, float]]:

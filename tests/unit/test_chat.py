@@ -3,6 +3,7 @@
 import pytest
 
 from eagle3.chat import ChatEncoder
+from eagle3.errors import UserError
 from eagle3.records import Record, RowError
 
 CHATML = (
@@ -94,6 +95,8 @@ def test_a_cut_off_answer_gets_no_invented_end_of_turn(target) -> None:
         (CHATML.replace("m['content']", "m['content'] | upper"), TALK, "changes the assistant"),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", TALK[:2], "no end-of-turn"),
         ("{{ raise_exception('no system') }}", TALK, "rejects the conversation"),
+        ("{{ 'a' + messages[0]['name'] + 1 }}", TALK, "rejects the conversation"),
+        ("{{ messages[0]['content'] + 1 }}", TALK, "rejects the conversation"),
     ],
 )  # fmt: skip
 def test_unfaithful_templates_are_counted_not_trained_on(
@@ -101,3 +104,24 @@ def test_unfaithful_templates_are_counted_not_trained_on(
 ) -> None:
     with pytest.raises(RowError, match=reason):
         encoder(target, template).encode(Record(id="t", messages=messages))
+
+
+def test_a_target_without_a_chat_template_is_a_users_mistake(target) -> None:
+    chat = encoder(target, CHATML)
+    chat.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        chat.encode(Record(id="t", messages=TALK))
+    ids = Record(id="t", input_ids=[1, 2, 3], loss_mask=[0, 1, 1])
+    assert chat.encode(ids)[0].input_ids == [1, 2, 3]
+
+
+# ends a conversation with a token that no server would wait for, as Phi-3's does
+TRAILING = CHATML.replace("{% endif %}", "{% else %}{{ '<|endoftext|>' }}{% endif %}")
+
+
+def test_nothing_after_the_token_that_ends_a_turn_is_supervised(target) -> None:
+    chat = encoder(target, TRAILING)
+    chat.eos_ids = frozenset(target.eos_ids)
+    (sample,) = chat.encode(Record(id="t", messages=TALK[:2]))
+    assert spoken(chat, sample.input_ids, sample.loss_mask) == ["It is 4.<|im_end|>"]
+    assert chat.tokenizer.decode(sample.input_ids).endswith("<|im_end|>\n<|endoftext|>")

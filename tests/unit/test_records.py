@@ -1,11 +1,12 @@
 import json
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from eagle3.errors import UserError
-from eagle3.records import RowError, parse, read
+from eagle3.records import RowError, parse, read, stream
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -131,3 +132,93 @@ def test_nothing_usable_is_an_error(tmp_path: Path) -> None:
         read(str(tmp_path / "e.jsonl"))
     with pytest.raises(UserError, match="does not exist"):
         read(str(tmp_path / "missing.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"instruction": 7, "output": "a"}, "content that is not text"),
+        ({"instruction": "q", "input": ["x"], "output": "a"}, "content that is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "that is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "not text"),
+        ({"prompt": "q", "id": "\ud800"}, "lone surrogate"),
+        ({"prompt": "q", "tools": [{"name": "\udfff"}]}, "lone surrogate"),
+        (
+            {"messages": [USER, {**ASSISTANT, "reasoning_content": "\ud83d"}]},
+            "lone surrogate",
+        ),
+        ({"prompt": "q", "tools": '"f"'}, "tools that are no list"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": "f()"}]}, "tool calls that are no list"),
+        ({"input_ids": 5, "loss_mask": [1]}, "token ids that are no list of integers"),
+        ({"input_ids": [1, "2"], "loss_mask": [0, 1]}, "token ids that are no list of integers"),
+        ({"input_ids": [1, 2.5], "loss_mask": [0, 1]}, "token ids that are no list of integers"),
+        ({"input_ids": [1, 2], "output_ids": [None]}, "token ids that are no list of integers"),
+        ({"messages": [USER, ASSISTANT], "output_ids": "5 6"}, "no list of integers"),
+    ],
+)
+def test_values_of_the_wrong_type_are_a_reason_not_the_end_of_the_run(
+    row: dict, reason: str
+) -> None:
+    with pytest.raises(RowError, match=reason):
+        parse(row, 0)
+
+
+def test_columns_that_say_nothing_in_a_row_do_not_matter(tmp_path: Path) -> None:
+    """A table has a column for every key of any row, null where a row lacks it."""
+    from datasets import Dataset
+
+    rows = [
+        {"input_ids": [1, 2], "loss_mask": [0, 1], "messages": None, "output_ids": None},
+        {"input_ids": None, "loss_mask": None, "messages": [USER, ASSISTANT], "output_ids": None},
+        {"input_ids": None, "loss_mask": None, "messages": [USER, ASSISTANT], "output_ids": [5]},
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "d.parquet"))
+    records, skipped = read(str(tmp_path / "d.parquet"))
+    assert not skipped and [r.input_ids for r in records] == [[1, 2], None, None]
+    assert [r.output_ids for r in records] == [None, None, [5]]
+
+
+def test_a_tool_call_without_text_is_something_that_was_said() -> None:
+    """Whether its content is null or empty; and its arguments are what SGLang's chat endpoint hands
+    to the template: an object, though OpenAI's form has it as a string."""
+    for content in (None, ""):
+        call = {"id": "1", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        (_, kept) = parse({"messages": [USER, turn]}, 0).messages
+        assert kept["content"] == ""
+        assert kept["tool_calls"][0]["function"]["arguments"] == {"x": [1, "é"]}
+        assert call["function"]["arguments"] == '{"x": [1, "é"]}'
+    for arguments in ("{torn", "[1]", {"x": 1}, None):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        turn = {**ASSISTANT, "tool_calls": calls}
+        assert parse({"messages": [USER, turn]}, 0).messages[1]["tool_calls"] == calls
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.json"):
+        (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\n')
+        assert len(read(str(tmp_path / name))[0]) == 1
+
+
+def test_files_that_cannot_be_read_are_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "lines.json").write_text('{"prompt": "q"}\n{"prompt": "p"}\n')
+    with pytest.raises(UserError, match=r"lines\.json is not JSON .*\.jsonl"):
+        read(str(tmp_path / "lines.json"))
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    (tmp_path / "table.csv").write_text("prompt\nq\n")
+    for name in ("torn.parquet", "table.csv", "nobody/nothing:at-all"):
+        with pytest.raises(UserError, match=rf"{name}.* cannot be read"):
+            read(str(tmp_path / name) if "." in name else name)
+
+
+def test_rows_are_handed_on_one_by_one(tmp_path: Path) -> None:
+    """A run's token ids are kept in 4 bytes each; as rows of JSON they take ten times that."""
+    file = tmp_path / "rows.jsonl"
+    row = json.dumps({"input_ids": list(range(1000, 6000)), "loss_mask": [1] * 5000})
+    file.write_text(f"{row}\n" * 200)
+    skipped: Counter[str] = Counter()
+    tracemalloc.start()
+    assert sum(len(r.input_ids or ()) for r in stream(str(file), skipped=skipped)) == 10**6
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3e6, peak

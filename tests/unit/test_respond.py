@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def test_a_refused_prompt_trains_nothing_not_even_its_earlier_turns(
     found, skipped = samples.load(run, target)
     assert [s.id for s in found] == [p["id"] for p in PROMPTS]
     assert skipped.total() == 1
+
+
+def test_a_prompt_that_the_template_rejects_does_not_end_the_run(
+    target: Target, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = target.tokenizer.chat_template
+    picky = "{% if '3 + 3' in messages[0]['content'] %}{{ raise_exception('3') }}{% endif %}"
+    monkeypatch.setattr(Target, "tokenizer", deepcopy(target.tokenizer))
+    monkeypatch.setattr(Target.tokenizer, "chat_template", picky + template)
+    run = config(target, tmp_path)
+    output = respond.respond(run)
+    finishes = [json.loads(line)["finish"] for line in output.open()]
+    assert finishes == ["stop", "stop", "stop", "refused", "stop"]
+    found, skipped = samples.load(run, Target.resolve(str(target.folder)))
+    assert len(found) == 4
+    assert dict(skipped) == {"the chat template rejects the conversation": 1}
 
 
 def test_unfinished_answers_are_not_extracted(target: Target, tmp_path: Path, fake: Fake) -> None:

@@ -97,3 +97,18 @@ def test_a_prompt_hands_its_weight_to_its_answer(target: Target) -> None:
     plain, one, half = (parse({"prompt": "q", "weight": w}, 0) for w in (None, 1, 0.5))
     assert respond.identity(plain) == respond.identity(one) == ["row-0", plain.prompt]
     assert respond.identity(half) != respond.identity(one)
+
+
+def test_token_ids_the_target_does_not_have_are_skipped_and_counted(
+    target: Target, tmp_path: Path
+) -> None:
+    """A server asked to embed them fails; the run would end at that sample each time."""
+    size = target.vocab_size
+    file = tmp_path / "ids.jsonl"
+    rows = [[1, 2, size - 1], [1, 2, size], [-1, 2, 3], [2**40, 1, 1], [3, 4, 5]]
+    file.write_text(
+        "".join(json.dumps({"input_ids": r, "loss_mask": [0, 1, 1]}) + "\n" for r in rows)
+    )
+    found, skipped = load(config(target, tmp_path, str(file)), target)
+    assert [s.input_ids.tolist() for s in found] == [rows[0], rows[4]]
+    assert dict(skipped) == {"token ids that are not in the target's vocabulary": 3}
