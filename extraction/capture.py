@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ log = logging.getLogger(__name__)
 CHECKS = 3
 """Captures of one sample that verification may reject."""
 ARRIVAL_TIMEOUT_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def extractor(
     with ExitStack() as stack:
         if own:
             for spool in spools:
-                stack.callback(shutil.rmtree, spool.folder, ignore_errors=True)
+                stack.callback(spool.remove)
         sessions = [stack.enter_context(spool.session(codec)) for spool in spools]
         starting = get_servers(
             config.server,
@@ -202,13 +202,19 @@ def _spools(config: Config, count: int, own: bool) -> list[Spool]:
         return [Spool(folder) for folder in folders]
     if folders and len(folders) != count:
         raise UserError(f"extract.spools needs {count} folders, one for each of server.replicas")
+    if not folders:
+        for old in SHARED_MEMORY.glob(f"{_prefix(config)}*"):  # of a killed run, maybe with more
+            Spool.create(old).remove()
     return [Spool.create(folder) for folder in folders or default_spools(config)]
 
 
 def default_spools(config: Config) -> list[Path]:
     """In shared memory, under names that no other run has."""
-    key = provenance.hash_json(str(config.store_dir.resolve()))[:12]
-    return [Path("/dev/shm") / f"eagle3-{key}-{n}" for n in range(config.server.replicas)]
+    return [SHARED_MEMORY / f"{_prefix(config)}{n}" for n in range(config.server.replicas)]
+
+
+def _prefix(config: Config) -> str:
+    return f"eagle3-{provenance.hash_json(str(config.store_dir.resolve()))[:12]}-"
 
 
 def _require_no_error(spool: Spool) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -103,7 +104,8 @@ class Spool:
         """Make the folder, private to the user, with a fresh secret; an old spool's files go.
 
         Raises:
-            UserError: the folder holds something that is not a spool, or cannot be made.
+            UserError: the folder holds something that is not a spool, is a spool with a client at
+                work, or cannot be made.
         """
         if folder.exists() and any(folder.iterdir()) and not (folder / "secret").exists():
             raise UserError(f"{folder} is not empty and no spool: choose another extract.spools")
@@ -115,12 +117,18 @@ class Spool:
                 f"cannot make the spool: {error}; choose another extract.spools"
             ) from None
         spool = cls(folder)
-        for old in folder.iterdir():
-            old.unlink()
-        secret = folder / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(16))
+        with exclusive(folder):
+            spool._sweep({"secret"})
+            secret = folder / "secret"
+            secret.unlink(missing_ok=True)
+            secret.touch(mode=0o600)
+            secret.write_text(secrets.token_hex(16))
         return spool
+
+    def remove(self) -> None:
+        """Remove the folder; the secret last, so that a kill leaves what is known as a spool."""
+        self._sweep({"secret"})
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def session(self, codec: Codec) -> Iterator[Session]:
@@ -183,15 +191,21 @@ class Spool:
 
         path = self.path(ticket)
         if path.exists():
-            tensors = load_file(path)
+            # copied: mapped tensors would keep the file's memory in the spool until they are stored
+            tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
             path.unlink()
             return tensors
         if (reason := self._read(f"{ticket.stem}.json")) is not None:
+            (self.folder / f"{ticket.stem}.json").unlink()
             raise CaptureFailed(reason)
         return None
 
     def publish_capture(self, facts: dict[str, Any]) -> None:
-        """Server side: say that capturing is set up, and how."""
+        """Server side: say that capturing is set up, and how; an earlier server's error is past.
+
+        A rank that fails to set up ends its server before that answers, whatever another rank says.
+        """
+        (self.folder / "error.json").unlink(missing_ok=True)
         write_json(self.folder / "capture.json", facts)
 
     def capture(self) -> dict[str, Any] | None:

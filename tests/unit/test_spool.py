@@ -1,4 +1,5 @@
 import errno
+import os
 import random
 import threading
 import time
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.store import codecs, safetensors_file
 from eagle3.store.codecs import CODECS
 from eagle3.store.sample import Encoded
 from extraction.assembler import QUEUE_SIZE, WRITERS, Assembler, row_range
+from extraction.capture import _spools
 from extraction.check import Rejection, Verifier
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
@@ -447,3 +450,79 @@ def test_a_large_lm_head_is_thinned_out(target, monkeypatch: pytest.MonkeyPatch)
     logits = verifier.candidates @ captured["last"][0]
     lower = int((target.lm_head().float() @ captured["last"][0]).argmin())
     assert logits.max() > 0 and isinstance(verifier.check(sample, captured, [lower]), Rejection)
+
+
+def test_a_sample_that_was_taken_is_no_longer_in_shared_memory(tmp_path: Path) -> None:
+    """The client has room for what it checks and packs; the spool's bytes are counted."""
+    spool = Spool.create(tmp_path / "s")
+    mine = ticket(number=1, attempt=0, num_tokens=3)
+    spool.write(mine, {"input_ids": [torch.arange(3, dtype=torch.int32)]})
+    found = spool.take(mine)
+    assert found is not None and found["input_ids"].tolist() == [0, 1, 2]
+    assert spool.path(mine).name not in Path("/proc/self/maps").read_text()
+
+
+def test_a_server_that_was_started_again_is_not_held_to_its_past(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "s")
+    spool.publish_error("no such layer")
+    spool.publish_capture({"aux_layers": [1]})
+    assert spool.error() is None and spool.capture() == {"aux_layers": [1]}
+    spool.publish_error("out of memory")
+    assert spool.error() == "out of memory"
+
+
+def test_a_reason_that_was_told_does_not_stay_in_the_spool(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "s")
+    mine = ticket(number=1, attempt=0, num_tokens=3)
+    spool.fail(mine, "because")
+    with pytest.raises(CaptureFailed, match="because"):
+        spool.take(mine)
+    assert {p.name for p in spool.folder.iterdir()} == {"secret"}
+
+
+def test_a_spool_in_use_is_not_made_anew(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "s")
+    with spool.session(FP32) as session:
+        secret = spool.secret
+        with pytest.raises(UserError, match="another process"):
+            Spool.create(spool.folder)
+        assert spool.secret == secret and spool.current_session() == session
+    assert Spool.create(spool.folder).secret != secret
+
+
+@pytest.mark.parametrize("by", ["create", "remove"])
+def test_a_kill_while_a_spool_is_cleared_leaves_a_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """At any file: what is left must not pass for somebody else's folder."""
+    real = os.unlink
+    for files in range(3):
+        spool = Spool.create(tmp_path / f"s{files}")
+        spool.publish_capture({})
+        spool.publish_error("x")
+        left = [files]
+
+        def dying(path: object, *args: object, left: list[int] = left, **kwargs: object) -> None:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            real(path, *args, **kwargs)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "unlink", dying)
+            Spool.create(spool.folder) if by == "create" else spool.remove()
+        Spool.create(spool.folder).remove()
+        assert not spool.folder.exists()
+
+
+def test_spools_of_more_servers_than_now_do_not_stay_in_memory(tmp_path: Path) -> None:
+    """A killed run leaves its spools; the next one makes them anew, were they for more servers."""
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    config.server.replicas = 3
+    before = _spools(config, 3, own=True)
+    config.server.replicas = 1
+    (only,) = _spools(config, 1, own=True)
+    try:
+        assert [s.folder.exists() for s in before] == [True, False, False]
+    finally:
+        only.remove()
