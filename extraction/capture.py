@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -98,6 +99,11 @@ def _request(
         {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
         rid=ticket.rid(station.secret),
     )
+    if not reply.output_ids:
+        raise RequestFailed(
+            f"{station.client.url} ended the request for sample {sample.id} ({reply.finish}) "
+            "without a token"
+        )
     deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
     try:
         while (captured := station.spool.take(ticket)) is None:
@@ -129,6 +135,7 @@ def extractor(
         if own:
             for spool in spools:
                 stack.callback(spool.remove)
+        _require_room(spools, concurrency * longest * _row_bytes(target, codec, aux_layers))
         sessions = [stack.enter_context(spool.session(codec)) for spool in spools]
         starting = get_servers(
             config.server,
@@ -166,7 +173,7 @@ def concurrency_per_server(
     config: Config, target: Target, codec: Codec, aux_layers: list[int]
 ) -> int:
     """As configured, but no more than a spool has room for: a running capture may lie there."""
-    row_bytes = sum(codec.bytes_per_row(len(aux_layers), target.hidden_size)) + 4
+    row_bytes = _row_bytes(target, codec, aux_layers)
     room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
     if room < 1:
         raise UserError(
@@ -174,6 +181,24 @@ def concurrency_per_server(
             f"data.max_length={config.data.max_length}"
         )
     return min(config.extract.concurrency, room)
+
+
+def _row_bytes(target: Target, codec: Codec, aux_layers: list[int]) -> int:
+    """Of a row in a spool, with its token id."""
+    return sum(codec.bytes_per_row(len(aux_layers), target.hidden_size)) + 4
+
+
+def _require_room(spools: list[Spool], needed: int) -> None:
+    """Refuse spools whose file system has less than `needed` bytes free for each of them."""
+    devices = [spool.folder.stat().st_dev for spool in spools]
+    for spool, device in zip(spools, devices, strict=True):
+        free = shutil.disk_usage(spool.folder).free
+        if free < (wanted := needed * devices.count(device)):
+            raise UserError(
+                f"running captures may take up {wanted:,} bytes in {spool.folder.parent}, which "
+                f"has {free:,} free: give it more (a container's --shm-size), lower "
+                "extract.spool_bytes or data.max_length, or name other folders in extract.spools"
+            )
 
 
 def server_args() -> dict[str, Any]:
