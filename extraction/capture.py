@@ -173,6 +173,8 @@ def concurrency_per_server(
     config: Config, target: Target, codec: Codec, aux_layers: list[int]
 ) -> int:
     """As configured, but no more than a spool has room for: a running capture may lie there."""
+    if config.extract.concurrency < 1:
+        raise UserError(f"extract.concurrency={config.extract.concurrency} is not 1 or more")
     row_bytes = _row_bytes(target, codec, aux_layers)
     room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
     if room < 1:

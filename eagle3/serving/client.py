@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 RETRY_WAITS_S = (0.5, 2.0, 8.0)
+REFUSED = {400, 413, 422}
+"""HTTP statuses that say something about the request; others of 4xx are about who asks (401, 403)
+or when (408, 429)."""
 
 
 class RequestFailed(RuntimeError):
@@ -25,7 +28,7 @@ class RequestFailed(RuntimeError):
 
 
 class RequestRefused(RequestFailed):
-    """The server found fault with the request itself (HTTP 4xx): repeating it would not help."""
+    """The server found fault with the request itself: repeating it would not help."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,11 +66,16 @@ class Client:
 
     def answers(self) -> bool:
         """Whether the server generates a token right now (a port that is open is not enough)."""
+        return self.trouble() is None
+
+    def trouble(self) -> str | None:
+        """Why the server does not generate a token right now; None if it does."""
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
-            body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-            return self._session.post(f"{self.url}/generate", json=body, timeout=30).ok
-        except requests.RequestException:
-            return False
+            reply = self._session.post(f"{self.url}/generate", json=body, timeout=30)
+        except requests.RequestException as error:
+            return f"{type(error).__name__}: {error}"
+        return None if reply.ok else f"HTTP {reply.status_code}: {reply.text[:300]}"
 
     def info(self) -> dict[str, Any]:
         """The server's arguments and state.
@@ -100,8 +108,8 @@ class Client:
                 `meta["output_token_ids_logprobs"]` as (log-probability, id, text).
 
         Raises:
-            RequestRefused: HTTP 4xx, or a stream of increments; at once.
-            RequestFailed: HTTP 5xx and connection errors, after the last retry.
+            RequestRefused: an HTTP status of REFUSED, or a stream of increments; at once.
+            RequestFailed: another HTTP status or a connection error, after the last retry.
         """
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if rid is not None:
@@ -126,8 +134,10 @@ class Client:
                         return read(reply, start)
                     text = reply.text[:300]
                 problem = f"HTTP {reply.status_code}: {text}"
-                if reply.status_code < 500:
+                if reply.status_code in REFUSED:
                     raise RequestRefused(f"{self.url}{path}: {problem}")
+            except requests.Timeout as error:
+                problem = f"{type(error).__name__}: no answer in server.timeout_s={self.timeout_s}"
             except requests.RequestException as error:
                 problem = f"{type(error).__name__}: {error}"
             if pause is None:

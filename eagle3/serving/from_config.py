@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.config import ServerConfig
+from eagle3.errors import UserError
 from eagle3.serving.server import Launch, Server, connect, launch
 from eagle3.serving.watch import Limits
 
@@ -42,6 +43,8 @@ def launches(
     plugins: Sequence[str] = (),
 ) -> list[Launch]:
     """What `get_servers` starts; the configuration's flags give way to `args`."""
+    if not envs:
+        raise UserError(f"server.replicas={config.replicas} is not 1 or more")
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )

@@ -116,8 +116,8 @@ def connect(url: str, api_key: str | None = None, timeout_s: float = 600.0) -> S
         UserError: nothing answers there.
     """
     client = Client(url, api_key=api_key, timeout_s=timeout_s)
-    if not client.answers():
-        raise UserError(f"no SGLang server answers at {url}")
+    if (trouble := client.trouble()) is not None:
+        raise UserError(f"no SGLang server answers at {url}: {trouble}")
     return Server(url=url, client=client)
 
 

@@ -44,6 +44,18 @@ def test_shared_memory_too_small_for_the_captures_is_told_before_a_server_starts
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("key", ["extract.concurrency", "server.replicas"])
+def test_no_server_or_none_of_its_time_is_a_users_mistake(
+    target: Target, tmp_path: Path, key: str
+) -> None:
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    group, name = key.split(".")
+    setattr(getattr(config, group), name, 0)
+    arguments: Any = (config, target, [1, 2, 3], BF16, 100)
+    with pytest.raises(UserError, match=rf"{key}=0 is not 1 or more"), extractor(*arguments):
+        pass
+
+
 def test_an_aborted_request_is_tried_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,21 @@ def test_nothing_left_to_answer_is_a_users_mistake(
         respond.respond(run)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("max_new_tokens", 0),
+     ("samples_per_prompt", 0), ("concurrency", 0)],
+)  # fmt: skip
+def test_settings_that_no_server_takes_are_told_not_every_prompt_refused(
+    target: Target, tmp_path: Path, fake: Fake, key: str, value: float
+) -> None:
+    run = config(target, tmp_path)
+    setattr(run.respond, key, value)
+    with pytest.raises(UserError, match=rf"respond\.{key}={value} is not"):
+        respond.respond(run)
+    assert fake.asked == 0 and not run.responses_dir.exists()
+
+
 def test_a_refused_prompt_trains_nothing_not_even_its_earlier_turns(
     target: Target, tmp_path: Path, fake: Fake
 ) -> None:

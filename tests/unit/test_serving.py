@@ -1,6 +1,7 @@
 import http.server
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -142,6 +143,35 @@ def test_a_refused_request_is_not_repeated(http_server) -> None:
     with pytest.raises(RequestRefused, match="too long"):
         Client(url).generate([1], {})
     assert len(replies) == 1
+
+
+@pytest.mark.parametrize("status", [401, 404, 408, 429])
+def test_what_is_not_about_the_request_is_not_held_against_it(http_server, status: int) -> None:
+    """A queue that is full, say: `respond` would put the prompt down as refused for good."""
+    url, replies = http_server
+    client = Client(url)
+    client.retry_waits_s = (0.0,)
+    replies += [(status, {"error": "later"}), (200, OK)]
+    assert client.generate([1], {}).output_ids == [5]
+    replies += [(status, {"error": "later"})] * 2
+    with pytest.raises(RequestFailed, match="later") as failed:
+        client.generate([1], {})
+    assert not isinstance(failed.value, RequestRefused)
+
+
+def test_a_request_that_takes_too_long_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05)
+        client.retry_waits_s = ()
+        with pytest.raises(RequestFailed, match=r"server\.timeout_s=0\.05"):
+            client.generate([1], {})
+
+
+def test_a_server_that_wants_another_key_is_told_from_none(http_server) -> None:
+    url, replies = http_server
+    replies += [(401, {"error": "Unauthorized"})]
+    with pytest.raises(UserError, match="HTTP 401.*Unauthorized"):
+        connect(url, "wrong")
 
 
 def test_nothing_at_the_url_is_a_users_mistake() -> None:
