@@ -41,12 +41,16 @@ class Manifest:
         """Read a folder's manifest.
 
         Raises:
-            UserError: there is none, it is another kind of folder, or another format version.
+            UserError: there is none, it is damaged, of another kind of folder, or of another
+                format version.
         """
         path = folder / NAME
         if not path.exists():
             raise UserError(f"{folder} has no {NAME}: it is not a finished {kind} folder")
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}") from error
         if data.get("format") != FORMAT:
             raise UserError(f"{path} has format {data.get('format')}; this version reads {FORMAT}")
         if data["kind"] != kind:

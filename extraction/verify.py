@@ -11,8 +11,10 @@ import sys
 
 from eagle3.command import command
 from eagle3.config import Config
+from eagle3.manifest import Manifest, require_match
 from eagle3.store.reader import StoreReader
 from eagle3.store.verify import Findings, verify
+from eagle3.store.writer import KIND
 from eagle3.target import Target
 from extraction.recapture import recapture
 
@@ -20,8 +22,18 @@ SHOWN = 20
 
 
 def run(config: Config) -> Findings:
-    """Verify and print."""
+    """Verify and print.
+
+    Raises:
+        UserError: there is no store, or one of another target.
+    """
     target = Target.from_config(config.target)
+    require_match(
+        {"target": target.identity()},
+        Manifest.load(config.store_dir, KIND).match,
+        f"the store in {config.store_dir}",
+        "Verify it with the target that it was captured from.",
+    )
     findings = verify(config.store_dir, target.lm_head(), config.verify.min_agreement)
     notes = []
     if findings.agreement is not None:

@@ -60,7 +60,10 @@ class StoreWriter:
         for pattern in (f".{NAME}.*", f".{REJECTED}.*", ".shard-*"):
             for stale in folder.glob(pattern):
                 stale.unlink()
-        remedy = "Resume with the same configuration, or choose another folder."
+        remedy = (
+            "Resume with the same configuration, choose another run_name, or delete the folder if "
+            "nothing needs it any more."
+        )
         if manifest.resumes(folder, f"the store in {folder}", remedy):
             facts = Manifest.load(folder, KIND).facts
         elif any(folder.iterdir()):

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from eagle3.config import Config
+from eagle3.errors import UserError
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Encoded, Sample
 from eagle3.target import Target
-from extraction import extract
+from extraction import extract, verify
 from extraction.check import Rejection
 from extraction.extract import Extraction
 from extraction.samples import TokenSample
@@ -115,3 +116,26 @@ def test_a_run_that_fails_lets_go_of_the_folder_with_nothing_being_written(
     with pytest.raises(ZeroDivisionError):
         run.run()
     assert len(closed) == 1
+
+
+def test_a_store_is_verified_against_its_own_target(
+    run: Extraction, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another one's lm_head would not fit, or find text of another model in every sample."""
+    with pytest.raises(UserError, match=r"no manifest\.json"):
+        verify.run(run.config)
+    run.run()
+    run.config.verify.min_agreement = 0
+    assert {p.what for p in verify.run(run.config).problems} == {
+        "aux states are constant in a row", "final states are constant in a row",
+    }  # fmt: skip
+    assert "6 samples" in capsys.readouterr().out
+    file = run.folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["match"]["target"]["weights"] = "of another model"
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"(?s)target: configured .*Verify it with the target"):
+        verify.run(run.config)
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        verify.run(run.config)
