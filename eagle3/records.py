@@ -112,7 +112,7 @@ def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     file = Path(path)
     if file.suffix == ".jsonl":
         _require(file)
-        with file.open(encoding="utf-8-sig", errors="replace") as lines:
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
@@ -123,7 +123,7 @@ def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     elif file.suffix == ".json":
         _require(file)
         try:
-            data = json.loads(file.read_text(encoding="utf-8-sig", errors="replace"))
+            data = json.loads(file.read_text(encoding="utf-8-sig", errors="surrogateescape"))
         except ValueError as error:
             raise UserError(
                 f"{file} is not JSON ({error}); a file with a row on each line is named .jsonl"
@@ -178,7 +178,7 @@ def parse(row: Any, number: int) -> Record:
     if not isinstance(row, dict):
         raise RowError("not a JSON object")
     if not _encodes(row):
-        raise RowError("lone surrogate")
+        raise RowError("lone surrogate or bad UTF-8")
     id = str(row.get("id") or row.get("question_id") or row.get("uid") or f"row-{number}")
     weight = checked_weight(row.get("weight"))
     output_ids = None if row.get("output_ids") is None else _token_ids(row["output_ids"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,7 +32,8 @@ class _Member(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Runs work on the server with the least of it under way. Safe to share between threads.
+    """Runs work on the server with the least of it under way, after a failure on another one if it
+    can. Safe to share between threads.
 
     Args:
         members: each server and what the work needs to use it.
@@ -54,14 +56,16 @@ class Pool(Generic[T]):
             RequestRefused: a server found fault with the request itself.
             RequestFailed: no server is left, or the same work failed MAX_TRIES times.
         """
+        failed: Counter[str] = Counter()
         for last in (*[False] * (MAX_TRIES - 1), True):
-            member = self._acquire()
+            member = self._acquire(failed)
             try:
                 return work(member.value)
             except RequestRefused:
                 raise
             except RequestFailed as error:
                 log.warning("%s", error)
+                failed[member.server.url] += 1
                 with self._lock:
                     member.resting_until = time.monotonic()
                 if last:
@@ -71,15 +75,20 @@ class Pool(Generic[T]):
                     member.under_way -= 1
         raise AssertionError("unreachable")
 
-    def _acquire(self) -> _Member[T]:
-        """A server at work, waiting for one to come back if need be; counts the call."""
+    def _acquire(self, failed: Counter[str]) -> _Member[T]:
+        """A server at work, waiting for one to come back if need be; counts the call.
+
+        Args:
+            failed: how often each server failed at this piece of work: one that fails fast is never
+                busy.
+        """
         deadline = time.monotonic() + self._patience_s
         while True:
             self._wake()
             with self._lock:
                 ready = [m for m in self._members if m.resting_until is None]
                 if ready:
-                    member = min(ready, key=lambda m: m.under_way)
+                    member = min(ready, key=lambda m: (failed[m.server.url], m.under_way))
                     member.under_way += 1
                     return member
                 gone = all(m.server.ended() for m in self._members)

@@ -122,3 +122,17 @@ def test_a_refused_request_is_not_tried_again() -> None:
     with pytest.raises(RequestRefused):
         pool_of(a, b).run(refuse)
     assert len(tries) == 1
+
+
+def test_a_server_that_answers_but_fails_at_the_work_does_not_draw_all_of_it() -> None:
+    """It is always the least busy one: the same piece of work came back to it until given up."""
+    a, b = Fake("a"), Fake("b")
+    pool = pool_of(a, b)
+
+    def work(server: Fake, item: int) -> int:
+        if server is a:  # its spool is full, say
+            raise RequestFailed("did not capture it")
+        return server.work(item)
+
+    found = list(in_order(lambda n: pool.run(lambda s: work(s, n)), range(60), 8))
+    assert found == [n * 10 for n in range(60)] and b.done.total() == 60

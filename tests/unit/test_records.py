@@ -222,3 +222,14 @@ def test_rows_are_handed_on_one_by_one(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3e6, peak
+
+
+def test_rows_that_are_no_utf8_are_counted_not_altered(tmp_path: Path) -> None:
+    good, bad = (f'{{"prompt": "{text}"}}'.encode(code) for text, code in
+                 (("über", "utf-8"), ("über", "latin-1")))  # fmt: skip
+    (tmp_path / "rows.jsonl").write_bytes(good + b"\n" + bad + b"\n")
+    records, skipped = read(str(tmp_path / "rows.jsonl"))
+    assert [r.messages[0]["content"] for r in records] == ["über"]
+    assert skipped == Counter({"lone surrogate or bad UTF-8": 1})
+    (tmp_path / "rows.json").write_bytes(b"[" + good + b"," + bad + b"]")
+    assert read(str(tmp_path / "rows.json"))[1] == skipped
