@@ -282,6 +282,6 @@ def _require_fit(
             f"the longest sample has {longest} tokens and {server.url} takes {limit - 1}: raise "
             "server.args.context_length (and max_total_tokens), or lower data.max_length"
         )
-    keys = ("attention_backend", "tp_size", "chunked_prefill_size", "version")
+    keys = ("quantization", "attention_backend", "tp_size", "chunked_prefill_size", "version")
     facts = {key: found[key] for key in ("architecture", "dtype")}
     return facts | {key: info.get(key) for key in keys}

@@ -19,7 +19,7 @@ from eagle3 import logging as console
 from eagle3.command import command
 from eagle3.config import Config
 from eagle3.lock import exclusive
-from eagle3.manifest import Manifest
+from eagle3.manifest import Manifest, require_match
 from eagle3.serving.client import in_order
 from eagle3.store import budget, codecs
 from eagle3.store.budget import Workload
@@ -32,6 +32,8 @@ from extraction.check import Rejection
 from extraction.samples import TokenSample
 
 log = logging.getLogger(__name__)
+PRECISION = ("dtype", "quantization")
+"""Of what is known of a server, what its states depend on by more than rounding."""
 PROBE_SAMPLES = 32
 """Captures after which the rate is known well enough to say how long the rest takes."""
 
@@ -85,6 +87,7 @@ class Extraction:
             extractor(self.config, self.target, self.aux_layers, self.codec, longest) as servers,
             closing(_captures(servers, rest)) as found,
         ):
+            writer.settle("server", _precision(servers.servers))
             start, tokens = time.monotonic(), 0
             for done, (sample, result) in enumerate(found, start=1):
                 number = len(self.todo) - len(rest) + done - 1
@@ -142,6 +145,18 @@ def workload(samples: list[TokenSample]) -> Workload:
         num_tokens=sum(len(sample.input_ids) for sample in samples),
         num_final=sum(sample.num_final for sample in samples),
     )
+
+
+def _precision(servers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all servers compute in: states of different precisions must not be mixed.
+
+    Raises:
+        UserError: they differ.
+    """
+    first, *others = ({key: server[key] for key in PRECISION} for server in servers)
+    for other in others:
+        require_match(first, other, "one of the servers", "Start them all with the same flags.")
+    return first
 
 
 def _captures(

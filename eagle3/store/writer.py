@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle3 import provenance
 from eagle3.errors import UserError
-from eagle3.manifest import NAME, Manifest, write_json
+from eagle3.manifest import NAME, Manifest, require_match, write_json
 from eagle3.store import safetensors_file
 from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import Encoded
@@ -65,7 +65,9 @@ class StoreWriter:
             "nothing needs it any more."
         )
         if manifest.resumes(folder, f"the store in {folder}", remedy):
-            facts = Manifest.load(folder, KIND).facts
+            found = Manifest.load(folder, KIND)
+            facts = found.facts
+            manifest.match = {**found.match, **manifest.match}
         elif any(folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no store; choose another folder")
         else:
@@ -78,6 +80,17 @@ class StoreWriter:
         self._pending_bytes = 0
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
+
+    def settle(self, key: str, value: Any) -> None:
+        """Add to the manifest's `match` what is known only once the servers are up.
+
+        Raises:
+            UserError: it was something else when the store was begun.
+        """
+        remedy = "Go on with servers like those it was begun with, or choose another run_name."
+        require_match({key: value}, self.manifest.match, f"the store in {self.folder}", remedy)
+        self.manifest.match[key] = value
+        self.manifest.save(self.folder)
 
     def append(self, number: int, sample: Encoded) -> None:
         """Add the sample with this number in the input data; numbers must ascend.

@@ -27,9 +27,9 @@ class Fake:
     """Captures made-up states; rejects the samples of these ids."""
 
     workers = 2
-    servers: list[dict[str, Any]] = []
 
     def __init__(self, run: Extraction) -> None:
+        self.servers = [{"dtype": "bfloat16", "quantization": None, "version": "1"}]
         self.run = run
         self.rejects: set[str] = set()
         self.captured: list[str] = []
@@ -139,3 +139,42 @@ def test_a_store_is_verified_against_its_own_target(
     file.write_text(file.read_text()[:-5])
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         verify.run(run.config)
+
+
+def test_states_of_servers_that_compute_in_another_precision_are_not_mixed(
+    run: Extraction, fake: Fake
+) -> None:
+    """Neither side by side nor by going on with another one; their versions may differ."""
+    one, fp8 = fake.servers[0], {"dtype": "bfloat16", "quantization": "fp8", "version": "2"}
+    fake.servers = [one, fp8]
+    with pytest.raises(UserError, match=r"(?s)quantization: .*'fp8'"):
+        run.run()
+    fake.servers = [one, {**one, "version": "2"}]
+    run.config.extract.max_rejected = 0.0
+    fake.rejects = {"s5"}
+    with pytest.raises(RuntimeError, match="rejected"):
+        run.run()
+    assert list(run.folder.glob("*.arrow"))
+    fake.rejects, fake.servers = set(), [fp8]
+    with pytest.raises(UserError, match=r"(?s)quantization.*'fp8'.*found.*None"):
+        run.run()
+    fake.servers = [one]
+    run.run()
+    run.run()
+    reader = StoreReader(run.folder)
+    assert len(reader) == 6
+    assert reader.manifest.match["server"] == {"dtype": "bfloat16", "quantization": None}
+
+
+def test_a_store_from_before_that_was_recorded_can_be_finished(run: Extraction, fake: Fake) -> None:
+    run.config.extract.max_rejected = 0.0
+    fake.rejects = {"s5"}
+    with pytest.raises(RuntimeError, match="rejected"):
+        run.run()
+    file = run.folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["match"]["server"]
+    file.write_text(json.dumps(manifest))
+    fake.rejects = set()
+    run.run()
+    assert StoreReader(run.folder).manifest.match["server"]["dtype"] == "bfloat16"
