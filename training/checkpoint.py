@@ -56,13 +56,17 @@ def choose(root: Path, which: str) -> Path:
         if (chosen := best(found)) is None:
             raise UserError(
                 f"export.checkpoint=best: no checkpoint in {root} was validated; let "
-                "train.save_every be a multiple of train.validate_every"
+                "train.save_every be a multiple of train.validate_every, and "
+                "train.validation_ratio above 0"
             )
         return chosen
-    named = root / f"step-{int(which):08d}"
-    if named not in found:
-        raise UserError(f"export.checkpoint={which}: {root} has {[f.name for f in found]}")
-    return named
+    named = [f for f in found if which.isdecimal() and f.name == f"step-{int(which):08d}"]
+    if not named:
+        raise UserError(
+            f"export.checkpoint={which} is neither last, best nor the step of a checkpoint: {root} "
+            f"has {[f.name for f in found]}"
+        )
+    return named[0]
 
 
 def best(found: list[Path]) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from eagle3.manifest import Manifest, require_match
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from training import checkpoint
-from training.model import build_model, draft_vocab
+from training.model import build_model, draft_vocab, init_identity
 from training.train import KIND
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,17 @@ def export(config: Config) -> Path:
     root = config.checkpoints_dir
     trained = Manifest.load(root, KIND)
     remedy = "Use the configuration the checkpoints were trained with."
-    require_match({"target": target.identity()}, trained.match, f"{root}", remedy)
-    chosen = checkpoint.choose(root, config.export.checkpoint)
     reader = StoreReader(config.store_dir)
-    require_match({"store": reader.manifest.hash()}, trained.match, f"{root}", remedy)
+    # norm_output, say, has no weights of its own: only the record tells another value apart
+    wanted = {
+        "target": target.identity(),
+        "store": reader.manifest.hash(),
+        "aux_layers": target.aux_layers(config.target.aux_layers),
+        "draft": asdict(config.draft),
+        "init_from": init_identity(config),
+    }
+    require_match(wanted, trained.match, f"{root}", remedy)
+    chosen = checkpoint.choose(root, config.export.checkpoint)
     held_out = trained.facts["validation_samples"]
     train_samples = sorted(set(range(len(reader))) - set(held_out))
     vocab, _ = draft_vocab(config, reader, train_samples)

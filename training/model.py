@@ -57,10 +57,17 @@ def draft_vocab(
 
 
 def init_identity(config: Config) -> str | None:
-    """Hash of the weights the run starts from, None for a fresh drafter."""
+    """Hash of the weights the run starts from, None for a fresh drafter.
+
+    Raises:
+        UserError: they are not there.
+    """
     if config.train.init_from is None:
         return None
-    return provenance.hash_file(Path(config.train.init_from) / "model.safetensors")
+    weights = Path(config.train.init_from) / "model.safetensors"
+    if not weights.exists():
+        raise UserError(f"train.init_from={config.train.init_from} holds no {weights.name}")
+    return provenance.hash_file(weights)
 
 
 def build_model(config: Config, target: Target, vocab: DraftVocab) -> TTTModel:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.config import Config
+from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Encoded, Sample
@@ -23,7 +25,9 @@ from eagle3.store.writer import StoreWriter, shard_paths
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
 from training.data import BatchPlan, Split
+from training.engine import World
 from training.meter import TIMED
+from training.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 AUX = [1, 3, 4]
@@ -382,3 +386,56 @@ def test_training_goes_on_from_an_exported_drafter(store_run: Path, target: Targ
     trained = final_state(train(store_run, "tuned", *settings), 1)
     for name, tensor in trained.items():
         assert (tensor - drafter.state_dict()[name]).abs().max() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def two_steps(store_run: Path) -> Path:
+    return train(store_run, "two-steps", "train.max_steps=2", "train.validation_ratio=0.1")
+
+
+def of_two_steps(runs: Path, *changes: str) -> Config:
+    from tests.unit.test_config import load
+
+    places = [f"runs_dir={runs}", f"train_dir={runs}/two-steps", "export.speculators=false"]
+    kept = ["train.max_steps=2", "train.validation_ratio=0.1"]
+    return load(*FIXED, *places, *kept, *changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train.validation_ratio=0.2", "validation_ratio: configured 0.2, found 0.1"),
+        ("deepspeed.gradient_clipping=0.5", "gradient_clipping: configured 0.5, found 1.0"),
+        ("deepspeed.bf16.enabled=true", "bf16: configured True, found False"),
+        ("train.max_steps=3", "num_steps: configured 3, found 2"),
+        ("optimizer.lr=1e-3", "optimizer: configured"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(two_steps: Path, change: str, named: str) -> None:
+    """Held-out samples must not come to be trained on, among others."""
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=named):
+        Trainer(of_two_steps(two_steps.parent, change), world)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("draft.norm_output=true", "draft: configured"),  # nothing in the weights tells
+        ("draft.vocab_size=128", "draft: configured"),
+        ("draft.intermediate_size=64", "draft: configured"),
+        ("target.aux_layers=[0,3,4]", "aux_layers: configured"),
+    ],
+)
+def test_export_needs_the_drafter_that_was_trained(
+    two_steps: Path, change: str, named: str
+) -> None:
+    from training.export import export
+
+    with pytest.raises(UserError, match=named):
+        export(of_two_steps(two_steps.parent, change))
+    exported = export(of_two_steps(two_steps.parent))
+    assert torch.equal(
+        load_file(exported / "model.safetensors")["fc.weight"].float(),
+        final_state(two_steps, 2)["fc.weight"],
+    )

@@ -84,6 +84,14 @@ def test_best_needs_a_validated_checkpoint(tmp_path: Path) -> None:
         checkpoint.choose(tmp_path, "best")
 
 
+@pytest.mark.parametrize("which", ["latest", "2", "-1", "step-00000001", "1.0"])
+def test_a_checkpoint_that_is_not_there_is_a_users_mistake(tmp_path: Path, which: str) -> None:
+    save(engine(1), tmp_path, 1)
+    assert checkpoint.choose(tmp_path, "1").name == "step-00000001"
+    with pytest.raises(UserError, match=f"export.checkpoint={which} .*step-00000001"):
+        checkpoint.choose(tmp_path, which)
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     source = engine(1)
     save(source, tmp_path, 1)
