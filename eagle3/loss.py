@@ -37,9 +37,9 @@ class Teacher(nn.Module):
 
     def __init__(self, lm_head: Tensor, vocab: DraftVocab) -> None:
         super().__init__()
-        inside = vocab.t2d
-        self.register_buffer("inside", lm_head[inside].contiguous(), persistent=False)
-        self.register_buffer("outside", lm_head[~inside].contiguous(), persistent=False)
+        # by draft id: an existing drafter's ids need not ascend with the target's
+        self.register_buffer("inside", lm_head[vocab.target_ids], persistent=False)
+        self.register_buffer("outside", lm_head[~vocab.t2d], persistent=False)
         self.inside: Tensor
         self.outside: Tensor
 

@@ -12,7 +12,7 @@ from eagle3.errors import UserError
 
 @dataclass(kw_only=True, slots=True)
 class DraftVocab:
-    """Ascending target ids [draft_vocab_size], one per draft id.
+    """Distinct target ids [draft_vocab_size], one per draft id; ascending in what we `build`.
 
     On disk SGLang and speculators keep it as offsets `d2t` (target id = i + d2t[i]) and a boolean
     mask `t2d` over the target's vocabulary; both are derived here and nowhere else.

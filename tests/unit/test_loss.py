@@ -110,3 +110,15 @@ def test_every_loss_is_least_where_the_drafter_agrees(kind: str) -> None:
     other = (logits + torch.randn(5, 20)).log_softmax(-1)
     agreeing = logits.log_softmax(-1) if kind != "hard_ce" else (100 * logits).log_softmax(-1)
     assert (LOSSES[kind](p, agreeing) < LOSSES[kind](p, other)).all()
+
+
+def test_a_teacher_speaks_a_vocabulary_in_any_order() -> None:
+    """A drafter of another origin may number its tokens otherwise."""
+    torch.manual_seed(0)
+    lm_head, final = torch.randn(9, 4), torch.randn(7, 4)
+    vocab = DraftVocab(target_ids=torch.tensor([5, 0, 7, 2]), vocab_size=9)
+    taught = Teacher(lm_head, vocab)(final, top1=True)
+    everything = final @ lm_head.T
+    torch.testing.assert_close(taught.logits, everything[:, vocab.target_ids])
+    assert taught.top1 is not None
+    assert torch.equal(taught.top1, vocab.draft_index[everything.argmax(dim=-1)])
