@@ -8,7 +8,7 @@ states, W width of a layer's attention input.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -47,6 +47,15 @@ class DrafterConfig:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if item.type == "int" and not (whole and value > 0):
+                raise UserError(f"the drafter's {item.name} is {value!r}, not a number of them")
+            if item.type == "float" and not (isinstance(value, int | float) and value > 0):
+                raise UserError(f"the drafter's {item.name} is {value!r}, not a number above 0")
+        if self.head_dim % 2:
+            raise UserError(f"draft.head_dim={self.head_dim} must be even: positions rotate pairs")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"draft.num_key_value_heads={self.num_key_value_heads} must divide "
@@ -56,8 +65,6 @@ class DrafterConfig:
             raise UserError(
                 f"draft.vocab_size={self.draft_vocab_size} exceeds the target's {self.vocab_size}"
             )
-        if self.num_layers < 1:
-            raise UserError(f"draft.num_layers={self.num_layers} must be at least 1")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("draft.norm_before_fc and draft.fc_norm exclude each other")
 

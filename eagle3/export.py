@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +26,10 @@ from eagle3.vocab import DraftVocab
 
 KIND = "drafter"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+WEIGHTS = "model.safetensors"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
+"""What a config.json with missing values or values of other types makes its readers raise."""
 
 
 def sglang_config(
@@ -103,19 +108,43 @@ def load_config(folder: Path) -> dict[str, Any]:
     """config.json of a drafter folder.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is not JSON.
     """
     path = folder / "config.json"
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{folder} holds no drafter: no config.json")
-    return json.loads(path.read_text())
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return data
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a drafter folder, by the names they have there.
+
+    Raises:
+        UserError: their file is missing or damaged.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {WEIGHTS}: weights in several files, or in another form, have to be "
+            "made this one"
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def drafter_config(data: dict[str, Any]) -> DrafterConfig:
     """Shape of the drafter that a config.json describes.
 
     Raises:
-        UserError: its positions are scaled.
+        UserError: its positions are scaled, or a size is none.
     """
     eagle = data.get("eagle_config") or {}
     num_aux = data.get("num_aux_hidden_states") or len(
@@ -126,7 +155,7 @@ def drafter_config(data: dict[str, Any]) -> DrafterConfig:
         num_aux=num_aux,
         intermediate_size=data["intermediate_size"],
         num_attention_heads=data["num_attention_heads"],
-        num_key_value_heads=data.get("num_key_value_heads", data["num_attention_heads"]),
+        num_key_value_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
         head_dim=data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"],
         vocab_size=data["vocab_size"],
         draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
@@ -213,14 +242,23 @@ def norms_of(folder: Path) -> list[str]:
 def problems(folder: Path) -> list[str]:
     """What would make SGLang serve this folder wrongly or not at all; empty if nothing."""
     data = load_config(folder)
-    if not (folder / "model.safetensors").exists():
-        return ["no model.safetensors"]
-    found = _config_problems(data)
+    found: list[str] = []
     try:
+        found += _config_problems(data)
         config = drafter_config(data)
-    except (KeyError, ValueError) as error:
-        return [*found, f"config.json: {error}"]
+    except UNREADABLE as error:
+        return [*found, unreadable(error)]
+    # SGLang loads every such file of the folder, whatever its name
+    others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != WEIGHTS)
+    found += [f"{name} beside {WEIGHTS} would be loaded as well" for name in others]
     return found + tensor_problems(config, _tensors(folder))
+
+
+def unreadable(error: Exception) -> str:
+    """One of UNREADABLE, in words."""
+    if isinstance(error, KeyError):
+        return f"config.json has no {error.args[0]}"
+    return f"config.json: {error}" if isinstance(error, UserError) else f"config.json: {error!r}"
 
 
 def tensor_problems(config: DrafterConfig, tensors: dict[str, Tensor]) -> list[str]:
@@ -254,6 +292,8 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
             "eagle_config.eagle_aux_hidden_state_layer_ids is missing: add the layers that the "
             "drafter was trained on, in SGLang's numbering"
         )
+    elif len(set(ids)) != len(ids) or not all(isinstance(k, int) for k in ids):
+        found.append(f"eagle_aux_hidden_state_layer_ids={ids} are not distinct layers")
     elif data.get("num_aux_hidden_states", len(ids)) != len(ids):
         found.append("num_aux_hidden_states disagrees with the number of aux layers")
     rope = (data.get("rope_parameters") or {}).get("rope_theta", data.get("rope_theta"))
@@ -261,15 +301,25 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
         found.append(f"rope_theta is {data.get('rope_theta')} and {rope} in rope_parameters")
     if data.get("tie_word_embeddings"):
         found.append("tie_word_embeddings would replace lm_head by the embeddings")
+    if data.get("attention_bias"):
+        found.append("attention_bias would add biases that no tensor fills")
+    if "norm_before_fc" in eagle and eagle["norm_before_fc"] != data.get(
+        "norm_before_fc", eagle["norm_before_fc"]
+    ):
+        found.append("norm_before_fc disagrees with that of eagle_config")
     return found
 
 
 def _value_problems(name: str, tensor: Tensor) -> list[str]:
-    if tensor.is_floating_point():
-        if not torch.isfinite(tensor).all():
-            return [f"{name} is not finite"]
-        if not tensor.any():
-            return [f"{name} is all zero"]
+    if name in ("d2t", "t2d"):
+        if tensor.is_floating_point() or tensor.is_complex():
+            return [f"{name} is {tensor.dtype}, not of whole numbers"]
+    elif tensor.dtype not in FLOATS:
+        return [f"{name} is {tensor.dtype}, not floating-point"]
+    elif not torch.isfinite(tensor).all():
+        return [f"{name} is not finite"]
+    elif not tensor.any():
+        return [f"{name} is all zero"]
     return []
 
 
@@ -284,5 +334,5 @@ def _vocab_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """By our names; newer checkpoints call the first layer `layers.0`."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_tensors(folder)
     return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

@@ -12,18 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3 import layers
 from eagle3.drafter import NORMS, Drafter, DrafterConfig
 from eagle3.errors import UserError
-from eagle3.export import assemble, load_config, refuse, rope_theta, tensor_problems
+from eagle3.export import (
+    UNREADABLE,
+    assemble,
+    load_config,
+    load_tensors,
+    refuse,
+    rope_theta,
+    tensor_problems,
+    unreadable,
+)
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-WEIGHTS = "model.safetensors"
 
 
 def save(
@@ -118,14 +125,12 @@ def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
 def problems(folder: Path) -> list[str]:
     """What our drafter cannot be or hold, and what is missing or damaged; empty if nothing."""
     data = load_config(folder)
-    if found := _config_problems(data):
-        return found
-    if not (folder / WEIGHTS).exists():
-        return [f"no {WEIGHTS}"]
     try:
+        if found := _config_problems(data):
+            return found
         config = _config(data)
-    except (KeyError, ValueError) as error:
-        return [f"config.json: {error}"]
+    except UNREADABLE as error:
+        return [unreadable(error)]
     return tensor_problems(config, _tensors(folder, config))
 
 
@@ -158,7 +163,7 @@ def _config(data: dict[str, Any]) -> DrafterConfig:
 
 def _tensors(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     """By our names, without embeddings; a drafter of the whole vocabulary needs no maps."""
-    tensors = {_ours(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    tensors = {_ours(name): tensor for name, tensor in load_tensors(folder).items()}
     tensors.pop("embed_tokens.weight", None)
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)

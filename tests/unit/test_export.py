@@ -5,12 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3 import export
+from eagle3 import export, speculators_format
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
+from training.export import check
 
 AUX = [1, 3, 4]
 
@@ -72,6 +73,9 @@ def damage_tensor(folder: Path, name: str, value: torch.Tensor | None) -> None:
         ("d2t", torch.zeros(256, dtype=torch.int64), "t2d disagrees"),
         ("d2t", torch.arange(256), "t2d disagrees|distinct"),
         ("d2t", -torch.arange(256), "distinct"),
+        ("d2t", torch.zeros(256), "d2t is torch.float32"),
+        ("fc.weight", torch.ones(128, 384, dtype=torch.int8), "fc.weight is torch.int8"),
+        ("fc.weight", torch.ones(128, 384).to(torch.float8_e4m3fn), "fc.weight is torch.float8"),
     ],
 )
 def test_damaged_tensors_are_named(
@@ -88,6 +92,15 @@ def test_damaged_tensors_are_named(
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
         ({"eagle_config": {}}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}, "not distinct"),
+        ({"eagle_config": ["ids"]}, "config.json: AttributeError"),
+        ({"norm_before_fc": True}, "norm_before_fc disagrees"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_size": "128"}, "hidden_size is '128'"),
+        ({"num_hidden_layers": None}, "num_layers is None"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": None}, "k_proj.weight is [64, 256], not [128, 256]"),
         ({"rope_theta": 5.0}, "rope_theta"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"num_hidden_layers": 2}, "missing tensor layers.1.self_attn.q_proj"),
@@ -104,6 +117,48 @@ def test_wrong_configs_are_named(
     data = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(data))
     assert any(problem in p for p in export.problems(tmp_path))
+
+
+def test_a_missing_value_is_named(target: Target, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert export.problems(tmp_path) == ["config.json has no intermediate_size"]
+
+
+def test_weights_beside_the_weights_are_a_problem(target: Target, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    save_file({"fc.weight": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    (found,) = export.problems(tmp_path)
+    assert found.startswith("model-00001-of-00002.safetensors beside")
+
+
+@pytest.mark.parametrize("form", ["sglang", "speculators"])
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", b"", "is damaged"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is damaged"),
+        ("model.safetensors", None, "has no model.safetensors"),
+        ("config.json", b'{"architectures":', "is not JSON"),
+        ("config.json", b"[]", "is not a JSON object"),
+        ("config.json", None, "no config.json"),
+    ],
+)
+def test_check_tells_of_a_damaged_file(
+    target: Target, tmp_path: Path, capsys, form: str, name: str, content: bytes | None, told: str
+) -> None:
+    if form == "sglang":
+        write(target, tmp_path)
+    else:
+        speculators_format.save(target_drafter(target), tmp_path, target, AUX, 3)
+    assert check(tmp_path) == 0
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert check(tmp_path) == 2
+    assert told in capsys.readouterr().out
 
 
 def test_the_names_of_newer_checkpoints_are_understood(target: Target, tmp_path: Path) -> None:
