@@ -299,7 +299,7 @@ class LoggerConfig:
     group: str | None = None
     """Default: run_name."""
     mode: str | None = None
-    """online, offline or disabled; default online with WANDB_API_KEY set, else offline."""
+    """online, offline or disabled; default WANDB_MODE, else online with WANDB_API_KEY set."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -44,8 +44,19 @@ class JsonLines:
         return None
 
 
+MODES = ("online", "offline", "disabled")
+
+
 class Wandb:
-    """A wandb run whose id is kept beside the metrics, so that a resumed run stays one run."""
+    """A wandb run whose id is kept beside the metrics, so that a resumed run stays one run.
+
+    Args:
+        mode: one of MODES; None takes WANDB_MODE's, else online with a key and offline without.
+        resume: go on with the run that the folder's id names, if there is one.
+
+    Raises:
+        UserError: wandb is not installed, has no such mode, or cannot start.
+    """
 
     def __init__(
         self,
@@ -57,26 +68,38 @@ class Wandb:
         mode: str | None,
         config: dict[str, Any],
         job_type: str = "train",
+        resume: bool = True,
     ) -> None:
-        import wandb
-
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("wandb is not installed: install it, or set logger=jsonl") from error
+        default = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        mode = mode or os.environ.get("WANDB_MODE") or default
+        if mode not in MODES:
+            raise UserError(f"logger.mode={mode} is not one of {list(MODES)}")
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / f"wandb-{job_type}-id"
-        if not id_file.exists():
+        if not (resume and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
-        mode = mode or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-        self.run = wandb.init(
-            project=project,
-            group=group,
-            name=name,
-            id=id_file.read_text(),
-            resume="allow",
-            mode=mode,  # type: ignore[arg-type]
-            dir=str(folder),
-            config=config,
-            job_type=job_type,
-            settings=wandb.Settings(silent=True),
-        )
+        try:
+            self.run = wandb.init(
+                project=project,
+                group=group,
+                name=name,
+                id=id_file.read_text(),
+                resume="allow",
+                mode=mode,  # type: ignore[arg-type]
+                dir=str(folder),
+                config=config,
+                job_type=job_type,
+                # a sweep's job that failed may have left a run open, which init would give again
+                settings=wandb.Settings(silent=True, reinit="create_new"),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb does not start: {error}. Set logger.mode=offline, or logger=jsonl"
+            ) from error
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         self.run.log(values, step=step)

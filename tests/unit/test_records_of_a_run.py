@@ -1,6 +1,7 @@
 """Manifests, metrics and usage: what a run leaves behind for people and for later stages."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +63,58 @@ def test_wandb_keeps_one_run_across_resumes_offline(tmp_path: Path) -> None:
         assert run.run.id == (tmp_path / "wandb-train-id").read_text() and run.run.group == "g"
         run.close()
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+
+
+def wandb_run(folder: Path, mode: str | None = "offline", resume: bool = True) -> Wandb:
+    return Wandb(
+        folder, project="p", group="g", name=folder.name, mode=mode, config={}, resume=resume
+    )
+
+
+def test_a_run_that_starts_anew_is_another(tmp_path: Path) -> None:
+    ids = []
+    for resume in (False, True, False):
+        run = wandb_run(tmp_path, resume=resume)
+        ids.append(run.run.id)
+        run.close()
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_run_left_open_does_not_take_the_next_ones_metrics(tmp_path: Path) -> None:
+    """As after a job of a sweep that failed."""
+    first, second = wandb_run(tmp_path / "0"), wandb_run(tmp_path / "1")
+    assert first.run.id != second.run.id and second.run.name == "1"
+    second.close()
+    first.close()
+
+
+def test_wandbs_own_switch_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a key would make it go online."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = wandb_run(tmp_path, mode=None)
+    assert run.run.settings.mode == "disabled"
+    Metrics([run]).log(1, {"loss": 1.0})
+    run.close()
+
+
+def test_a_wandb_that_cannot_be_is_a_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="logger.mode=off is not one of"):
+        wandb_run(tmp_path, mode="off")
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.CommError("no network")
+
+    with monkeypatch.context() as inside:
+        inside.setattr(wandb, "init", refuse)
+        with pytest.raises(UserError, match="no network. Set logger.mode=offline"):
+            wandb_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="not installed: .*logger=jsonl"):
+        wandb_run(tmp_path)
 
 
 def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
