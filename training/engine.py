@@ -25,6 +25,11 @@ OURS = {
     "optimizer": "the optimizer group",
     "scheduler": "the optimizer group",
     "fp16": "nothing: use bf16 or fp32",
+    "amp": "nothing: use bf16 or fp32",
+    "torch_autocast": "nothing: use bf16 or fp32",
+    "bfloat16": "deepspeed.bf16, its present name",
+    "gradient_allreduce_op": "the loss, which counts on the mean",
+    "managed_gradient_accumulation": "train.accumulation",
 }
 """DeepSpeed keys that our own configuration decides."""
 
@@ -135,14 +140,16 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     for key, instead in OURS.items():
         if key in theirs:
             raise UserError(f"deepspeed.{key} is decided by {instead}; remove it")
-    zero = dict(theirs.get("zero_optimization", {}))
+    if (clipping := theirs.get("gradient_clipping", 0.0)) < 0:
+        raise UserError(f"deepspeed.gradient_clipping={clipping} must be at least 0; 0 is none")
+    zero = dict(theirs.get("zero_optimization") or {})
     for part in ("offload_optimizer", "offload_param"):
-        if zero.get(part, {}).get("device", "none") not in ("none", "cpu"):
+        if (zero.get(part) or {}).get("device", "none") not in ("none", "cpu"):
             raise UserError(
                 f"deepspeed.zero_optimization.{part}.device must be cpu or none: checkpoints need "
                 "the optimizer state in memory"
             )
-    accumulated = theirs.get("data_types", {}).get("grad_accum_dtype")
+    accumulated = (theirs.get("data_types") or {}).get("grad_accum_dtype")
     if uses_bf16(config) and zero.get("stage", 0) == 0 and accumulated == "fp32":
         raise UserError(
             "deepspeed.data_types.grad_accum_dtype=fp32 needs ZeRO 1 to 3 in bf16: set "
@@ -165,13 +172,13 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
 
 
 def uses_bf16(config: Config) -> bool:
-    return bool(config.deepspeed.get("bf16", {}).get("enabled", False))
+    return bool((config.deepspeed.get("bf16") or {}).get("enabled", False))
 
 
 def offloads_optimizer(config: Config) -> bool:
     """Whether the optimizer steps on the host."""
-    zero = config.deepspeed.get("zero_optimization", {})
-    return bool(zero.get("offload_optimizer", {}).get("device", "none") == "cpu")
+    zero = config.deepspeed.get("zero_optimization") or {}
+    return bool((zero.get("offload_optimizer") or {}).get("device", "none") == "cpu")
 
 
 class EngineModel(nn.Module):
@@ -197,8 +204,14 @@ def forward(engine: Any, *inputs: Any) -> TTTOutput:
 
 
 def initialize(model: TTTModel, config: Config, world: World) -> Any:
-    """A DeepSpeed engine over the model's trainable parameters."""
+    """A DeepSpeed engine over the model's trainable parameters.
+
+    Raises:
+        UserError: DeepSpeed's part of the configuration cannot be.
+    """
     import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from pydantic import ValidationError
 
     if offloads_optimizer(config):
         use_threads(host_works=True)
@@ -209,9 +222,12 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
     # ZeRO 0 in bf16 takes a first step on gradients of 0, which must not decay the weights and must
     # not count
     set_learning_rate(optimizer, 0.0)
-    engine, *_ = deepspeed.initialize(
-        model=EngineModel(model), optimizer=optimizer, config=deepspeed_config(config)
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=EngineModel(model), optimizer=optimizer, config=deepspeed_config(config)
+        )
+    except (ValidationError, DeepSpeedConfigError) as error:
+        raise UserError(f"DeepSpeed refuses what `deepspeed` says: {error}") from error
     optimizer.state.clear()
     if engine.zero_optimization_stage() == 3:
         _keep_whole(engine)

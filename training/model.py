@@ -41,8 +41,16 @@ def draft_vocab(
     """The draft vocabulary, and the share of the training labels it covers.
 
     Built from the training labels; a drafter to start from keeps its own.
+
+    Raises:
+        UserError: there is no label, or no such drafter.
     """
     counts = reader.label_counts(train_samples)
+    if not counts.any():
+        raise UserError(
+            f"no training sample in {config.store_dir} has a token that the target generated, so "
+            "there is nothing to learn: check the roles in data.conversations and extract again"
+        )
     if config.train.init_from is None:
         vocab = DraftVocab.build(counts, config.draft.vocab_size)
     else:

@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     optimizer, ema = config.optimizer, config.train.ema
     if optimizer.name not in ("adamw", "muon"):
         raise UserError(f"optimizer.name={optimizer.name} is neither adamw nor muon")
-    stage = config.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    stage = (config.deepspeed.get("zero_optimization") or {}).get("stage", 0)
     if optimizer.name == "muon" and stage > 0:
         raise UserError(
             f"optimizer.name=muon needs whole matrices, which ZeRO stage {stage} cuts into flat "

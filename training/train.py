@@ -21,11 +21,12 @@ from eagle3.command import command
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.flops import useful_flops
-from eagle3.manifest import Manifest
+from eagle3.manifest import NAME as MANIFEST
+from eagle3.manifest import Manifest, require_match
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_weight
-from training import checkpoint, optimizer, schedule
+from training import checkpoint, limits, optimizer, schedule
 from training import engine as engines
 from training.data import BatchPlan, Loaded, Split, prefetch
 from training.engine import World
@@ -44,6 +45,7 @@ class Trainer:
     """One run: its data, engine and metrics."""
 
     def __init__(self, config: Config, world: World) -> None:
+        limits.check(config)
         schedule.check(config.optimizer)
         optimizer.check(config)
         self.config, self.world = config, world
@@ -196,11 +198,16 @@ class Trainer:
     def _num_steps(self) -> int:
         train = self.config.train
         if (train.max_steps is None) == (train.epochs is None):
-            raise UserError("set exactly one of train.max_steps and train.epochs")
+            raise UserError(
+                "set exactly one of train.max_steps and train.epochs, the other to null"
+            )
         if train.max_steps is not None:
             return train.max_steps
         per_step = train.accumulation * self.world.size
-        return -(-self.plan.num_batches(train.epochs or 0.0) // per_step)
+        num_batches = self.plan.num_batches(train.epochs or 0.0)
+        if num_batches == 0:
+            raise UserError(f"train.epochs={train.epochs} is less than one batch: train longer")
+        return -(-num_batches // per_step)
 
     def _manifest(self, target: Target) -> Manifest:
         config = self.config
@@ -236,10 +243,17 @@ class Trainer:
         found = checkpoint.folders(self.root)
         if found and not self.config.train.resume:
             raise UserError(f"{self.root} holds checkpoints and train.resume is false")
-        remedy = "Resume with the same configuration, or choose another run_name or train_dir."
-        if not self.manifest.resumes(self.root, f"{self.root}", remedy) and self.world.rank == 0:
+        if found:
+            remedy = "Resume with the same configuration, or choose another run_name or train_dir."
+            require_match(
+                self.manifest.match, Manifest.load(self.root, KIND).match, f"{self.root}", remedy
+            )
+            return found[-1]
+        if (self.root / MANIFEST).exists():
+            Manifest.load(self.root, KIND)  # another kind of folder is left alone
+        if self.world.rank == 0:  # what ended before a first checkpoint binds nobody
             self.manifest.save(self.root)
-        return found[-1] if found else None
+        return None
 
     def _metrics(self) -> Metrics:
         if self.world.rank != 0:
@@ -255,6 +269,7 @@ class Trainer:
                     name=f"{self.config.run_name}-{self.root.name}",
                     mode=logger.mode,
                     config=self.config.resolved(),
+                    resume=self.resumed is not None,
                 )
             )
         return Metrics(trackers)

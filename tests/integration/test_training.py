@@ -27,7 +27,7 @@ from eagle3.ttt import supervised_rows
 from training.data import BatchPlan, Split
 from training.engine import World
 from training.meter import TIMED
-from training.train import Trainer
+from training.train import KIND, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 AUX = [1, 3, 4]
@@ -393,10 +393,14 @@ def two_steps(store_run: Path) -> Path:
     return train(store_run, "two-steps", "train.max_steps=2", "train.validation_ratio=0.1")
 
 
-def of_two_steps(runs: Path, *changes: str) -> Config:
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+"""Enough for what ends before there is an engine."""
+
+
+def of(runs: Path, folder: str, *changes: str) -> Config:
     from tests.unit.test_config import load
 
-    places = [f"runs_dir={runs}", f"train_dir={runs}/two-steps", "export.speculators=false"]
+    places = [f"runs_dir={runs}", f"train_dir={runs}/{folder}", "export.speculators=false"]
     kept = ["train.max_steps=2", "train.validation_ratio=0.1"]
     return load(*FIXED, *places, *kept, *changes)
 
@@ -413,9 +417,25 @@ def of_two_steps(runs: Path, *changes: str) -> Config:
 )
 def test_what_would_change_the_result_is_refused(two_steps: Path, change: str, named: str) -> None:
     """Held-out samples must not come to be trained on, among others."""
-    world = World(rank=0, size=1, device=torch.device("cpu"))
     with pytest.raises(UserError, match=named):
-        Trainer(of_two_steps(two_steps.parent, change), world)
+        Trainer(of(two_steps.parent, two_steps.name, change), ALONE)
+
+
+def test_a_mistake_before_the_first_checkpoint_binds_nobody(store_run: Path) -> None:
+    """Not even to what else was configured then."""
+    for lr in (1e-3, 2e-3):
+        wrong = ["draft.norm_before_fc=true", "draft.fc_norm=true", f"optimizer.lr={lr}"]
+        with pytest.raises(UserError, match="exclude each other"):
+            Trainer(of(store_run, "mistaken", *wrong), ALONE)
+    assert Manifest.load(store_run / "mistaken", KIND).match["optimizer"]["lr"] == 2e-3
+    with pytest.raises(UserError, match="holds 'store', expected 'checkpoints'"):
+        Trainer(of(store_run, "ci/store"), ALONE)
+
+
+def test_too_short_a_run_is_refused(store_run: Path) -> None:
+    short = ["train.max_steps=null", "train.epochs=0.001"]
+    with pytest.raises(UserError, match=r"train\.epochs=0\.001 is less than one batch"):
+        Trainer(of(store_run, "short", *short), ALONE)
 
 
 @pytest.mark.parametrize(
@@ -433,8 +453,8 @@ def test_export_needs_the_drafter_that_was_trained(
     from training.export import export
 
     with pytest.raises(UserError, match=named):
-        export(of_two_steps(two_steps.parent, change))
-    exported = export(of_two_steps(two_steps.parent))
+        export(of(two_steps.parent, two_steps.name, change))
+    exported = export(of(two_steps.parent, two_steps.name))
     assert torch.equal(
         load_file(exported / "model.safetensors")["fc.weight"].float(),
         final_state(two_steps, 2)["fc.weight"],

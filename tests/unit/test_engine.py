@@ -12,7 +12,7 @@ import torch
 
 from eagle3.config import Config
 from eagle3.errors import UserError
-from training import engine
+from training import engine, optimizer
 from training.engine import deepspeed_config, group_left_at_end, offloads_optimizer, use_threads
 
 
@@ -30,6 +30,13 @@ def test_the_users_settings_go_through_and_ours_are_added() -> None:
     assert found["gradient_clipping"] == 0.5 and found["gradient_accumulation_steps"] == 2
 
 
+def test_a_section_that_is_null_is_as_if_absent() -> None:
+    empty = config(zero_optimization=None, bf16=None, data_types=None)
+    assert deepspeed_config(empty)["zero_optimization"] == {}
+    assert not offloads_optimizer(empty) and not engine.uses_bf16(empty)
+    optimizer.check(empty)
+
+
 def test_zero_3_keeps_every_parameter_whole() -> None:
     found = deepspeed_config(config(zero_optimization={"stage": 3}))
     assert found["zero_optimization"]["stage3_param_persistence_threshold"] > 1e11
@@ -40,6 +47,10 @@ def test_zero_3_keeps_every_parameter_whole() -> None:
     [
         ({"optimizer": {"type": "Adam"}}, "deepspeed.optimizer"),
         ({"fp16": {"enabled": True}}, "deepspeed.fp16"),
+        ({"bfloat16": {"enabled": True}}, "deepspeed.bf16"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"managed_gradient_accumulation": False}, "train.accumulation"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
         (
             {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
             "stage3_param_persistence_threshold",

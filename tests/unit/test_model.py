@@ -78,6 +78,13 @@ def test_what_the_run_asks_for_must_be_what_the_drafter_is(
         build_model(run(tmp_path, **config), target, drafter.vocab)
 
 
+def test_a_store_without_answers_is_refused(target: Target) -> None:
+    store = Store(target.vocab_size)
+    store.counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    with pytest.raises(UserError, match="nothing to learn"):
+        draft_vocab(Config(run_name="x"), store, [])  # type: ignore[arg-type]
+
+
 class Wider(Target):
     """A target of other sizes."""
 
