@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import weakref
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -30,6 +31,10 @@ def run(config: Config, world: World, largest_file: int | None) -> None:
         trainer = Trainer(config, world)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file or soft, hard))
         trainer.run()
+        weight = weakref.ref(trainer.engine.module.model.drafter.fc.weight)
+        stage = trainer.engine.zero_optimization_stage()
+        trainer.close()
+        assert stage == 3 or weight() is None, "a training's weights outlive it"
     except UserError as error:
         (config.checkpoints_dir / f"error-{world.rank}.txt").write_text(str(error))
     finally:
