@@ -8,8 +8,9 @@ The measure is acceptance at every position of held-out answers, the drafts of a
 in float32, the same for all rows (`held_out` in runs.py). speculators trains on the same samples
 with its own defaults (peer_training.py) but our batch size, for as many tokens.
 
-A row that the result file already holds for the same setting is not trained again: to add one, put
-it in ROWS and run the command again; to redo one, name it with --redo.
+A row that the result file already holds for the same store and composed configuration is not
+trained again: to add one, put it in ROWS and run the command again; to redo one, name it with
+--redo.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import record
+from eagle3 import provenance
 from eagle3.drafter import Drafter
 from eagle3.export import load_sglang
 from eagle3.fast.fp8 import product_reference
-from eagle3.manifest import write_json
+from eagle3.manifest import Manifest, write_json
+from eagle3.store.writer import KIND
 from eagle3.target import Target
 from intervals import interval
 from peer_training import PeerTraining, recipe_of
@@ -176,6 +179,14 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
     }
 
 
+def identity(row: Row, overrides: list[str], store: Path) -> str:
+    """Hash of what the row trains on and of what its experiment composes to for a training."""
+    composed = compose([*overrides, *row.overrides]).resolved()
+    recipe = [composed[key] for key in ("target", "draft", "optimizer", "deepspeed", "train")]
+    start = row.start.__name__ if row.start else None
+    return provenance.hash_json([Manifest.load(store, KIND).hash(), recipe, start, row.peer])
+
+
 def summary(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over seeds with intervals, and the paired differences to `base`."""
     figures: dict[str, Any] = {}
@@ -210,11 +221,7 @@ def main() -> None:
         "overrides_of_all": arguments.override,
         "seeds": arguments.seeds,
     }
-    kept = {
-        entry["row"]: entry
-        for entry in (json.loads(arguments.out.read_text()) if arguments.out.exists() else [])
-        if all(entry[k] == v for k, v in setting.items()) and entry["row"] not in arguments.redo
-    }
+    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     world = World.join()
     base = next(iter(ROWS))
     with tempfile.TemporaryDirectory() as work:
@@ -222,6 +229,14 @@ def main() -> None:
         overrides += run_folder(Path(work), "ablation", arguments.store)
         overrides += ["train.validate_every=1000000", "train.save_every=1000000"]
         overrides += ["export.speculators=false", "export.dtype=float32"]
+        identities = {name: identity(row, overrides, arguments.store) for name, row in ROWS.items()}
+        kept = {
+            entry["row"]: entry
+            for entry in found
+            if entry["row"] in ROWS and entry["row"] not in arguments.redo
+            and entry["seeds"] == arguments.seeds
+            and entry.get("identity") == identities[entry["row"]]
+        }  # fmt: skip
         for name in dict.fromkeys([base, *arguments.rows]):
             if name in kept:
                 continue
@@ -230,8 +245,12 @@ def main() -> None:
             compared = kept[base]["runs"] if name != base else runs
             kept[name] = {
                 "row": name, "overrides": [*row.overrides], "peer": row.peer,
-                **summary(runs, compared), "runs": runs, **setting, **record.facts(),
+                **summary(runs, compared), "runs": runs, **setting,
+                "identity": identities[name], **record.facts(),
             }  # fmt: skip
+            if name == base:  # perhaps not the one that others were compared with
+                for entry in kept.values():
+                    entry |= summary(entry["runs"], runs)
             sys.stdout.write(json.dumps({k: kept[name][k] for k in list(kept[name])[:11]}) + "\n")
             sys.stdout.flush()
             write_json(arguments.out, [kept[n] for n in ROWS if n in kept])

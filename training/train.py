@@ -275,7 +275,6 @@ class Trainer:
             )
         return Metrics(trackers)
 
-
     def close(self) -> None:
         """Let go of the engine: a sweep's next training, in the same process, needs its memory.
 
