@@ -80,8 +80,12 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def weights(folder: Path, kind: str = "drafter") -> dict[str, Tensor]:
-    """Trainable weights, or their average (EMA), by the drafter's parameter names, float32."""
-    return load_file(_file(folder, kind))
+    """Trainable weights, or their average (EMA), by the drafter's parameter names, float32.
+
+    Raises:
+        UserError: they cannot be read, pruned by a training that goes on perhaps.
+    """
+    return _load(folder, kind)
 
 
 def has_average(folder: Path) -> bool:
@@ -173,8 +177,19 @@ def _gather(engine: Any, keep: bool) -> dict[str, dict[str, Tensor]]:
 
 def load_optimizer(engine: Any, folder: Path) -> None:
     """Put master weights and optimizer state into an initialised engine."""
-    states = {kind: load_file(path) for kind in STATES if (path := _file(folder, kind)).exists()}
+    states = {kind: _load(folder, kind) for kind in STATES if _file(folder, kind).exists()}
     restore(engine, weights(folder), states, load_state(folder)["step"])
+
+
+def _load(folder: Path, kind: str) -> dict[str, Tensor]:
+    path = _file(folder, kind)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} is gone or damaged: {error}. The checkpoint before it can be used instead, "
+            f"after {folder} is removed"
+        ) from error
 
 
 def _file(folder: Path, kind: str) -> Path:

@@ -39,7 +39,7 @@ class Split:
         if held_out >= num_samples:
             raise UserError(
                 f"{num_samples} samples cannot be split with train.validation_ratio="
-                f"{validation_ratio}: nothing is left to train on"
+                f"{validation_ratio}: nothing is left to train on; 0 holds none out"
             )
         return cls(
             train=sorted(order[held_out:].tolist()), validation=sorted(order[:held_out].tolist())

@@ -68,13 +68,19 @@ def init_identity(config: Config) -> str | None:
     """Hash of the weights the run starts from, None for a fresh drafter.
 
     Raises:
-        UserError: they are not there.
+        UserError: they are not there, or would not stay.
     """
     if config.train.init_from is None:
         return None
-    weights = Path(config.train.init_from) / "model.safetensors"
+    folder = Path(config.train.init_from)
+    if config.drafter_dir.resolve() in (folder.resolve(), folder.resolve().parent):
+        raise UserError(
+            f"train.init_from={folder} is where export writes this run's drafter; neither training "
+            "nor export could go on then: copy it elsewhere"
+        )
+    weights = folder / formats.WEIGHTS
     if not weights.exists():
-        raise UserError(f"train.init_from={config.train.init_from} holds no {weights.name}")
+        raise UserError(f"train.init_from={folder} holds no {weights.name}")
     return provenance.hash_file(weights)
 
 

@@ -92,6 +92,25 @@ def test_a_checkpoint_that_is_not_there_is_a_users_mistake(tmp_path: Path, which
         checkpoint.choose(tmp_path, which)
 
 
+@pytest.mark.parametrize("kind", ["drafter", "ema", "momentum_buffer"])
+def test_a_damaged_file_is_told(tmp_path: Path, kind: str) -> None:
+    source = engine(1)
+    save(source, tmp_path, 1)
+    folder = checkpoint.choose(tmp_path, "last")
+    (folder / f"{kind}.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=f"{kind}.safetensors is gone or damaged"):
+        checkpoint.load_weights(source.module.model.drafter, folder)
+        checkpoint.load_optimizer(source, folder)
+
+
+def test_weights_pruned_while_they_are_read_are_told(tmp_path: Path) -> None:
+    save(engine(1), tmp_path, 1)
+    folder = checkpoint.choose(tmp_path, "last")
+    (folder / "drafter.safetensors").unlink()
+    with pytest.raises(UserError, match="is gone"):
+        checkpoint.weights(folder)
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     source = engine(1)
     save(source, tmp_path, 1)

@@ -14,7 +14,7 @@ from eagle3.manifest import Manifest
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 from tests.unit.test_export import AUX, target_drafter
-from training.model import build_model, draft_vocab
+from training.model import build_model, draft_vocab, init_identity
 
 
 class Store:
@@ -76,6 +76,18 @@ def test_what_the_run_asks_for_must_be_what_the_drafter_is(
     export.save_sglang(drafter, tmp_path, target, AUX, torch.float32, manifest)
     with pytest.raises(UserError, match=problem):
         build_model(run(tmp_path, **config), target, drafter.vocab)
+
+
+@pytest.mark.parametrize("folder", ["x/drafter", "x/drafter/speculators", "x/../x/drafter"])
+def test_a_run_does_not_start_from_where_it_exports_to(tmp_path: Path, folder: str) -> None:
+    """The first export would change what the run must find again to resume or export."""
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    config.train.init_from = str(tmp_path / folder)
+    with pytest.raises(UserError, match="copy it elsewhere"):
+        init_identity(config)
+    config.train.init_from = str(tmp_path / "y" / "drafter")
+    with pytest.raises(UserError, match="holds no model.safetensors"):
+        init_identity(config)
 
 
 def test_a_store_without_answers_is_refused(target: Target) -> None:
