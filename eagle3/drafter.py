@@ -77,7 +77,7 @@ class DrafterConfig:
         """
         mla = "kv_lora_rank" in target
         heads = max(1, target["hidden_size"] // 128) if mla else target["num_attention_heads"]
-        kv_heads = max(1, heads // 7) if mla else target.get("num_key_value_heads", heads)
+        kv_heads = max(1, heads // 7) if mla else target.get("num_key_value_heads") or heads
         head_dim = 128 if mla else target.get("head_dim") or target["hidden_size"] // heads
         while heads % kv_heads:
             kv_heads -= 1

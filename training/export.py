@@ -7,6 +7,7 @@ origin, in either format, can be checked with `python -m training.export --check
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -69,10 +70,13 @@ def export(config: Config) -> Path:
         },
     )
     formats.save_sglang(drafter, config.drafter_dir, target, aux_layers, dtype, manifest)
+    other = config.drafter_dir / "speculators"
+    if other.exists():  # of an earlier export, with other weights perhaps
+        shutil.rmtree(other)
     if config.export.speculators:
         speculators_format.save(
             drafter.to(dtype),
-            config.drafter_dir / "speculators",
+            other,
             target,
             aux_layers,
             config.train.ttt_steps,

@@ -372,6 +372,17 @@ def test_frozen_embeddings_and_a_complete_run_are_left_alone(store_run: Path) ->
     assert (folder / "step-00000002" / "drafter.safetensors").stat().st_mtime_ns == stamp
 
 
+def test_no_earlier_export_stays_beside_a_new_one(two_steps: Path) -> None:
+    from training.export import export
+
+    config = of(two_steps.parent, two_steps.name)
+    earlier = config.drafter_dir / "speculators"
+    earlier.mkdir(parents=True, exist_ok=True)
+    (earlier / "model.safetensors").write_bytes(b"of other weights")
+    export(config)
+    assert not earlier.exists()
+
+
 def test_training_goes_on_from_an_exported_drafter(store_run: Path, target: Target) -> None:
     """Its vocabulary stays, although this store would give another; one small step moves little."""
     from eagle3 import export

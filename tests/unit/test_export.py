@@ -170,6 +170,12 @@ def test_the_names_of_newer_checkpoints_are_understood(target: Target, tmp_path:
     assert torch.equal(again.midlayer.mlp.up_proj.weight, drafter.midlayer.mlp.up_proj.weight)
 
 
+def test_a_target_that_leaves_its_key_value_heads_open(target: Target) -> None:
+    config = {**target.config, "num_key_value_heads": None, "head_dim": None}
+    shape = DrafterConfig.for_target(config, 3, draft_vocab_size=50)
+    assert shape.num_key_value_heads == shape.num_attention_heads
+
+
 def test_a_small_mla_target_gets_a_head() -> None:
     target = dict(hidden_size=64, intermediate_size=160, kv_lora_rank=16, vocab_size=100)
     target |= dict(max_position_embeddings=512, rms_norm_eps=1e-6)
