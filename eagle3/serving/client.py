@@ -35,9 +35,9 @@ class RequestRefused(RequestFailed):
 class Answer:
     """What /generate returned.
 
-    output_ids: generated token ids. finish: "stop", "length" or "abort". latency_s: seconds from
-    request to answer, on the client's clock. meta: the server's `meta_info`. first_s: seconds to
-    the first tokens, `first_tokens` of them; None if the answer was not streamed.
+    output_ids: generated token ids. finish: "stop" or "length". latency_s: seconds from request to
+    answer, on the client's clock. meta: the server's `meta_info`. first_s: seconds to the first
+    tokens, `first_tokens` of them; None if the answer was not streamed.
     """
 
     output_ids: list[int]
@@ -170,9 +170,12 @@ def _streamed(reply: requests.Response, start: float) -> Answer:
     end = time.perf_counter() - start
     try:
         data = json.loads(last)
-        ended = data["meta_info"]["finish_reason"] is not None
-    except (ValueError, KeyError):  # nothing came, half an event, or the server's error
-        ended = False
+        error = data.get("error")
+        ended = error is None and data["meta_info"]["finish_reason"] is not None
+    except (ValueError, KeyError):  # nothing came, or half an event
+        error, ended = None, False
+    if error:
+        raise _aborted(error.get("code"), error.get("message"))
     if not ended:
         raise requests.ConnectionError(f"the stream broke off: {last[:300]!r}")
     answer = _answer(data, end)
@@ -186,11 +189,23 @@ def _streamed(reply: requests.Response, start: float) -> Answer:
     return answer
 
 
+def _aborted(status: int | None, message: str | None) -> Exception:
+    """What to raise for a request that the server ended, in a stream with the status it would have
+    had otherwise."""
+    told = f"the server aborted the request: {message}"
+    if status is not None and 400 <= status < 500:
+        return RequestRefused(told)
+    return requests.ConnectionError(told)
+
+
 def _answer(data: dict[str, Any], seconds: float) -> Answer:
     meta = data["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise _aborted(reason.get("status_code"), reason.get("message"))
     return Answer(
         output_ids=data["output_ids"],
-        finish=(meta.get("finish_reason") or {}).get("type", "unknown"),
+        finish=reason.get("type", "unknown"),
         latency_s=seconds,
         text=data.get("text", ""),
         meta=meta,

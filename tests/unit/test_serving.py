@@ -117,6 +117,29 @@ def test_a_streamed_answer_is_its_last_event_and_knows_its_first(
     assert Client(url).generate([1], {}).first_s is None
 
 
+def test_a_request_that_the_server_aborts_is_no_answer(http_server) -> None:
+    url, replies = http_server
+    client = Client(url)
+    client.retry_waits_s = (0.0,)
+
+    def aborted(**status: int) -> dict:
+        reason = {"type": "abort", "message": "the input is too long", **status}
+        return {"output_ids": [5], "meta_info": {"finish_reason": reason, "completion_tokens": 1}}
+
+    error = {"error": {"message": "the input is too long", "code": 400}}
+    for refused in (error, aborted(status_code=400)):  # of a stream HTTP's status is 200 by then
+        replies[:] = [(200, events(refused, "[DONE]")), (200, events(OK))]
+        with pytest.raises(RequestRefused, match="the input is too long"):
+            client.generate([1], {}, stream=True)
+    for failed in (aborted(status_code=503), aborted()):
+        replies[:] = [(200, events(failed, "[DONE]")), (200, events(OK))]
+        assert client.generate([1], {}, stream=True).output_ids == [5]
+        assert replies == []
+    replies += [(200, aborted()), (200, aborted())]
+    with pytest.raises(RequestFailed, match="aborted the request: the input"):
+        client.generate([1], {})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_attempt_is_part_of_the_latency(http_server, stream: bool) -> None:
     url, replies = http_server
