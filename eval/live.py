@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.metrics import Wandb
-from eagle3.serving.client import Client
+from eagle3.serving.client import Client, RequestFailed
 from eagle3.serving.from_config import get_server
-from eagle3.serving.server import require_drafter_flags
+from eagle3.serving.server import Server, require_drafter_flags
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eval import benchmarks, report
@@ -34,10 +35,16 @@ from eval.benchmarks import Prompt
 from eval.differences import Differences, differences
 from eval.measure import Run, histograms, measure
 from eval.offline import offline
+from eval.requirements import require_measurable, require_room, require_settings, require_target
 from eval.speculation import Speculation
 from eval.stats import acceptance
 
 log = logging.getLogger(__name__)
+SETTINGS = (
+    "attention_backend", "dtype", "disable_radix_cache", "tp_size",
+    "max_running_requests",  # SGLang lowers it where it speculates: more requests then wait
+)  # fmt: skip
+"""Of a server, beside those of speculation, to be recorded."""
 Runs = dict[tuple[str, int], Run]
 
 
@@ -75,17 +82,22 @@ def run_server(
     """
     args: dict[str, Any] = {"disable_radix_cache": True, "speculative_algorithm": None}
     if speculation:
-        args |= speculation.server_args(config.drafter_dir)
+        args |= speculation.server_args(config.drafter_dir.resolve())
     log_file = config.run_dir / "logs" / f"{name}-server.log"
     runs: Runs = {}
     url = config.eval.speculative_url if speculation else config.eval.plain_url
     urls = [url] if url else []
-    with get_server(replace(config.server, urls=urls), target.folder, log_file, args) as server:
+    with (
+        get_server(replace(config.server, urls=urls), target.folder, log_file, args) as server,
+        _told(server),
+    ):
         info = server.client.info()
         settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
-            k: info.get(k) for k in ("attention_backend", "dtype", "disable_radix_cache", "tp_size")
+            k: info.get(k) for k in SETTINGS
         }
-        _require_settings(settings, args)
+        require_target(info, {config.target.path, str(target.folder)}, server.url)
+        require_settings(info, args)
+        require_room(info, prompts, config.eval.max_new_tokens, speculation)
         for benchmark, items in prompts.items():
             for concurrency in config.eval.concurrency:
                 run = measure(
@@ -106,11 +118,13 @@ def run_server(
     return runs, settings
 
 
-def _require_settings(found: dict[str, Any], args: dict[str, Any]) -> None:
-    """The server must run with what we asked for: it changes some settings by itself."""
-    differing = {k: (v, found[k]) for k, v in args.items() if k in found and found[k] != v}
-    if differing:
-        raise UserError(f"the server changed its settings (asked, in force): {differing}")
+@contextmanager
+def _told(server: Server) -> Iterator[None]:
+    """A server that fails within is told about with the end of its log."""
+    try:
+        yield
+    except RequestFailed as failure:
+        raise RequestFailed(f"{failure}\n{server.last_words()}") from failure
 
 
 def compare(
@@ -180,6 +194,7 @@ def evaluate(config: Config) -> dict[str, Any]:
             "eval.speculative_url instead of server.urls"
         )
     prompts = benchmarks.load(config, target)
+    require_measurable(config.eval, prompts)
     predicted = offline(config) if config.eval.offline else None
     chain = Speculation.chain(config.eval.num_steps)
     speculative, settings = run_server(config, target, prompts, "eval-speculative", chain)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from eagle3 import logging as console
-from eagle3.serving.client import Answer, Client, in_order
+from eagle3.errors import UserError
+from eagle3.serving.client import Answer, Client, RequestRefused, in_order
 from eval.benchmarks import Prompt
 
 HISTOGRAM = "spec_correct_drafts_histogram"
@@ -70,18 +71,30 @@ def sampling(max_new_tokens: int) -> dict[str, Any]:
 def measure(
     client: Client, prompts: list[Prompt], max_new_tokens: int, concurrency: int, warmup: int
 ) -> Run:
-    """Warm up on the first prompts, unmeasured, then answer all of them."""
-    params = sampling(max_new_tokens)
+    """Warm up on the first prompts, unmeasured, then answer all of them.
+
+    Raises:
+        UserError: the server refuses a prompt.
+    """
+
+    def answer(prompt: Prompt, stream: bool, **changes: int) -> Answer:
+        params = {**sampling(max_new_tokens), **changes}
+        try:
+            return client.generate(prompt.input_ids, params, stream=stream)
+        except RequestRefused as refusal:
+            raise UserError(f"prompt {prompt.id} was refused: {refusal}") from refusal
+
     for prompt in prompts[:warmup]:
-        client.generate(prompt.input_ids, {**params, "max_new_tokens": 8})
+        answer(prompt, stream=False, max_new_tokens=8)
     with console.progress(f"eval, concurrency {concurrency}") as bar:
         task = bar.add_task("", total=len(prompts), note="")
         answers = []
         start = time.perf_counter()
-        for answer in in_order(
-            lambda p: client.generate(p.input_ids, params, stream=True), prompts, concurrency
+        # all prompts are drawn ahead: however long one answer takes, no other request waits for it
+        for one in in_order(
+            lambda p: answer(p, stream=True), prompts, concurrency, ahead=len(prompts)
         ):
-            answers.append(answer)
+            answers.append(one)
             bar.advance(task)
         seconds = time.perf_counter() - start
     return Run(answers=answers, seconds=seconds, concurrency=concurrency)
@@ -90,20 +103,21 @@ def measure(
 def histograms(run: Run, num_steps: int) -> list[list[int]]:
     """Each request's histogram of accepted drafts, padded to num_steps + 1.
 
-    Of a tree too: SGLang counts the drafts on the accepted path, which has at most num_steps.
+    Of a tree too: SGLang counts the drafts on the accepted path, which has at most num_steps. An
+    answer of one token comes from prefill: no verify step, and SGLang reports no histogram of it.
 
     Raises:
         RuntimeError: the server did not speculate, or its counts do not add up.
     """
     found = []
     for answer in run.answers:
-        counts = answer.meta.get(HISTOGRAM)
-        if counts is None:
+        verified = answer.meta.get("spec_verify_ct", 0)
+        counts = answer.meta.get(HISTOGRAM, [])
+        if not counts and len(answer.output_ids) > 1:
             raise RuntimeError("the server reports no draft histogram: is it speculating?")
-        if sum(counts) != answer.meta["spec_verify_ct"] or len(counts) > num_steps + 1:
+        if sum(counts) != verified or len(counts) > num_steps + 1:
             raise RuntimeError(
-                f"histogram {counts} does not fit {answer.meta['spec_verify_ct']} verify steps of "
-                f"{num_steps} drafts"
+                f"histogram {counts} does not fit {verified} verify steps of {num_steps} drafts"
             )
         found.append(counts + [0] * (num_steps + 1 - len(counts)))
     return found

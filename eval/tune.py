@@ -29,6 +29,7 @@ from eagle3.target import Target
 from eval import benchmarks, tune_report
 from eval.benchmarks import Prompt
 from eval.live import require_servable, run_server
+from eval.requirements import require_measurable
 from eval.speculation import Speculation, combinations
 from eval.tune_figures import Record, figures, rows, totals
 
@@ -134,11 +135,10 @@ def tune(config: Config) -> dict[str, Any]:
             "tune starts a server for each setting, which a running one cannot change: unset "
             "server.urls and eval.speculative_url (eval.plain_url may stay)"
         )
-    if not config.eval.concurrency:
-        raise UserError("eval.concurrency must name at least one")
     wanted = combinations(config.tune)
     target = Target.from_config(config.target)
     prompts = benchmarks.load(config, target)
+    require_measurable(config.eval, prompts)
     manifest = _manifest(config, target, prompts)
     folder = config.eval_dir / "tune"
     remedy = f"Remove {folder} to measure anew, or choose another run_name."

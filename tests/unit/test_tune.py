@@ -82,7 +82,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     fake = Servers()
-    prompts = {name: [Prompt(id=name, input_ids=[1, 2])] for name in ("a", "b")}
+    prompts = {name: [Prompt(id=name, input_ids=[1, 2])] * 8 for name in ("a", "b")}
     monkeypatch.setattr(tune, "run_server", fake)
     monkeypatch.setattr(tune, "require_servable", lambda *_: Manifest(kind="drafter", match={}))
     monkeypatch.setattr(tune.benchmarks, "load", lambda *_: prompts)
@@ -246,7 +246,7 @@ def test_figures_of_another_drafter_or_setting_are_refused(
         setattr(holder, name, value)
         refused(key)
         setattr(holder, name, before)
-    other = {name: [Prompt(id=name, input_ids=[1, 3])] for name in ("a", "b")}
+    other = {name: [Prompt(id=name, input_ids=[1, 3])] * 8 for name in ("a", "b")}
     monkeypatch.setattr(tune.benchmarks, "load", lambda *_: other)
     refused("prompts")
     assert servers.started == []

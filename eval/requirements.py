@@ -1,0 +1,106 @@
+"""What has to hold for figures to be what they are called; checked before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle3.config import EvalConfig
+from eagle3.errors import UserError
+from eval.benchmarks import Prompt
+from eval.speculation import Speculation
+
+PATHS = ("model_path", "speculative_draft_model_path")
+
+
+def require_measurable(config: EvalConfig, prompts: dict[str, list[Prompt]]) -> None:
+    """The configuration makes sense for these prompts.
+
+    Raises:
+        UserError: it does not; names the key.
+    """
+    least = {"max_new_tokens": 1, "num_steps": 1, "warmup": 0}
+    for key, lowest in least.items():
+        if (value := getattr(config, key)) < lowest:
+            raise UserError(f"eval.{key}={value}: at least {lowest} is needed")
+    wanted = config.concurrency
+    if not wanted or min(wanted) < 1 or len(set(wanted)) < len(wanted):
+        raise UserError(
+            f"eval.concurrency={wanted} must name at least one number, none twice, each at least 1"
+        )
+    for name, items in prompts.items():
+        if len(items) < max(wanted):
+            raise UserError(
+                f"eval.concurrency={wanted}: benchmark.{name} has {len(items)} prompts, so no more "
+                "requests than that are ever under way. Name no higher concurrency, or more prompts"
+            )
+
+
+def require_settings(found: dict[str, Any], asked: dict[str, Any]) -> None:
+    """A server runs with what was asked for: SGLang changes some settings by itself, and a server
+    that was running already may be any.
+
+    Args:
+        found: of `Client.info`.
+
+    Raises:
+        UserError: it does not; names every setting that differs.
+    """
+    differing = {
+        key: (value, found[key])
+        for key, value in asked.items()
+        if key in found and _comparable(key, found[key]) != _comparable(key, value)
+    }
+    if differing:
+        raise UserError(
+            f"the server runs with other settings (asked, in force): {differing}. One that is "
+            "running already must be started with those asked for"
+        )
+
+
+def _comparable(key: str, value: Any) -> Any:
+    return Path(value).resolve() if key in PATHS and value else value
+
+
+def require_target(found: dict[str, Any], names: set[str], url: str) -> None:
+    """A server that was running already serves the target.
+
+    Args:
+        names: under which it may know the target.
+
+    Raises:
+        UserError: it serves another model.
+    """
+    served = found.get("model_path")
+    if _comparable("model_path", served) not in {_comparable("model_path", n) for n in names}:
+        raise UserError(f"{url} serves {served}, not {sorted(names)}")
+
+
+def require_room(
+    found: dict[str, Any],
+    prompts: dict[str, list[Prompt]],
+    max_new_tokens: int,
+    speculation: Speculation | None,
+) -> None:
+    """The server takes the longest prompt with a whole answer after it.
+
+    It would refuse longer ones, or cut their answers short without a word.
+
+    Raises:
+        UserError: it does not; names the prompt.
+    """
+    limit = found.get("max_req_input_len")
+    if limit is None:
+        return
+    room = limit + 4  # of context: SGLang keeps 5 tokens free, and one for the token being made
+    if speculation:
+        room -= max(speculation.topk * speculation.num_steps, speculation.draft_tokens)
+    for name, items in prompts.items():
+        longest = max(items, key=lambda prompt: len(prompt.input_ids))
+        if len(longest.input_ids) + max_new_tokens > room:
+            raise UserError(
+                f"benchmark.{name}: prompt {longest.id} has {len(longest.input_ids)} tokens, which "
+                f"with eval.max_new_tokens={max_new_tokens} is more than the {room} that the "
+                "server has room for. Raise server.args.context_length (and max_total_tokens), "
+                "lower eval.max_new_tokens, or leave the prompt out"
+            )
