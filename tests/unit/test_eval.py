@@ -144,6 +144,25 @@ def test_a_benchmark_without_a_usable_prompt_is_a_mistake(target: Target, tmp_pa
         benchmarks.load(config, target)
 
 
+def test_rows_without_a_prompt_are_left_out_and_told(
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}hello"
+    monkeypatch.setattr(target.tokenizer, "chat_template", strict)
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"id": "kept", "prompt": "What is 2 + 2?"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(run_name="x", benchmark={"mine": BenchmarkConfig(path=str(path))})
+    (prompt,) = benchmarks.load(config, target)["mine"]
+    assert prompt.id == "kept"
+    assert "chat template rejects the conversation': 1" in caplog.text
+    assert "tokens in place of messages': 1" in caplog.text
+
+
 def test_latencies_of_streamed_answers() -> None:
     def answer(first_s: float | None, first_tokens: int, tokens: int, latency_s: float) -> Answer:
         return Answer(
