@@ -265,7 +265,9 @@ def _write_outputs(
                 "seconds": {"plain": before.latency_s, "speculative": answer.latency_s},
             }
             lines.append(json.dumps(row) + "\n")
-    path.write_text("".join(lines))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(lines))
+    temporary.rename(path)
 
 
 def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:

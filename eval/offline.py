@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
+
 from eagle3 import export as formats
 from eagle3 import logging as console
 from eagle3 import provenance
@@ -44,9 +46,10 @@ def offline(config: Config) -> dict[str, Any]:
         for number in numbers:
             ids, mask = reader.tokens(number)
             aux, _ = reader.states(number)
-            histograms += sample_histograms(
+            turns = sample_histograms(
                 drafter, ids.tolist(), mask.int().tolist(), aux.float(), config.eval.num_steps
             )
+            histograms.append(np.sum(turns, axis=0).tolist())
             bar.advance(task)
     result = {
         **acceptance(histograms).as_dict(),

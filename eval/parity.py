@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from eagle3 import export as formats
 from eagle3 import provenance
 from eagle3.command import command
@@ -39,8 +41,10 @@ Histograms = Callable[[list[int], list[int], Any, int], list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One live answer: its number in the store, and the server's histogram [K + 1]."""
+    """One live answer: its prompt's number, its own in the store, and the server's histogram
+    [K + 1]."""
 
+    prompt: int
     number: int
     histogram: list[int]
 
@@ -52,11 +56,13 @@ def matched(lines: list[str], reader: StoreReader) -> tuple[list[Answer], int]:
     for number in range(len(reader)):
         ids, mask = reader.tokens(number)
         numbers[(int(mask.sum()), *ids.tolist())] = number
+    prompts: dict[tuple[int, ...], int] = {}
     found, missing = [], 0
     for row in map(json.loads, lines):
         key = len(row["output_ids"]), *row["input_ids"], *row["output_ids"]
         if key in numbers:
-            found.append(Answer(number=numbers[key], histogram=row["histogram"]))
+            prompt = prompts.setdefault(tuple(row["input_ids"]), len(prompts))
+            found.append(Answer(prompt=prompt, number=numbers[key], histogram=row["histogram"]))
         else:
             missing += 1
     return found, missing
@@ -74,6 +80,18 @@ def replay(reader: StoreReader, answers: list[Answer], histograms: Histograms) -
                 ids.tolist(), mask.int().tolist(), aux.float(), num_steps
             )
     return [found[answer.number] for answer in answers]
+
+
+def by_prompt(answers: list[Answer], histograms: list[list[int]]) -> list[list[int]]:
+    """One histogram a prompt, of all its answers together.
+
+    A prompt is answered once at each concurrency, mostly in the same words: its answers are not
+    independent, and intervals over them would be too narrow.
+    """
+    sums: dict[int, np.ndarray] = {}
+    for answer, histogram in zip(answers, histograms, strict=True):
+        sums[answer.prompt] = sums.get(answer.prompt, 0) + np.asarray(histogram)
+    return [total.tolist() for total in sums.values()]
 
 
 def distance(a: list[list[int]], b: list[list[int]]) -> float:
@@ -130,8 +148,10 @@ def parity(config: Config) -> dict[str, Any]:
     if not answers:
         raise UserError(f"no answer in {outputs} was captured. {remedy}")
     live = [answer.histogram for answer in answers]
+    if len(by_prompt(answers, live)) < 2:
+        raise UserError(f"{outputs} is of one prompt only, which gives no interval: eval on more")
     ours = replay(reader, answers, lambda *x: sample_histograms(drafter, *x))
-    there, here = acceptance(live), acceptance(ours)
+    there, here = acceptance(by_prompt(answers, live)), acceptance(by_prompt(answers, ours))
     result: dict[str, Any] = {
         "agrees": _within(here.step0, there.step0_ci95)
         and _within(here.accept_length, there.accept_length_ci95),

@@ -8,7 +8,7 @@ A histogram [K + 1] counts verify steps by how many of their K drafts were accep
     accept length = 1 + sum of marginals: tokens gained by one verify step
 
 Intervals come from a bootstrap over requests, since the verify steps of one answer are not
-independent.
+independent. One request says nothing of how much others differ: its interval is all there can be.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Acceptance:
 def acceptance(histograms: list[list[int]], seed: int = 0) -> Acceptance:
     """Figures of one histogram per request, all of the same length.
 
+    What does not vary independently (the turns of a conversation, the answers to one prompt) counts
+    as one request: hand over its sum.
+
     Raises:
         ValueError: no request, or histograms of different lengths.
     """
@@ -54,6 +57,8 @@ def acceptance(histograms: list[list[int]], seed: int = 0) -> Acceptance:
     sampled = marginals(table[picks].sum(axis=1))
     step0 = np.percentile(sampled[:, 0], [2.5, 97.5])
     length = np.percentile(1 + sampled.sum(axis=1), [2.5, 97.5])
+    if len(table) == 1:
+        step0, length = np.array([0.0, 1.0]), np.array([1.0, table.shape[1]])
     before = np.concatenate([[1.0], marginal[:-1]])
     conditional = np.divide(marginal, before, out=np.zeros_like(marginal), where=before > 0)
     return Acceptance(

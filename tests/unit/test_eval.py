@@ -9,10 +9,11 @@ from eagle3 import attention
 from eagle3 import walk as walks
 from eagle3.config import BenchmarkConfig, Config
 from eagle3.errors import UserError
+from eagle3.manifest import Manifest
 from eagle3.serving.client import Answer
 from eagle3.target import Target
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
-from eval import benchmarks
+from eval import benchmarks, offline
 from eval.baseline import Bigram
 from eval.differences import first_difference
 from eval.measure import Run
@@ -45,6 +46,11 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
 def test_no_verify_step_gives_zero_not_nan() -> None:
     assert marginals(np.zeros(4, dtype=int)).tolist() == [0, 0, 0]
     assert acceptance([[0, 0]]).accept_length == 1.0
+
+
+def test_one_request_leaves_everything_open() -> None:
+    found = acceptance([[4, 3, 2, 1]])
+    assert found.step0_ci95 == [0.0, 1.0] and found.accept_length_ci95 == [1.0, 4.0]
 
 
 def test_spans() -> None:
@@ -103,6 +109,37 @@ def test_offline_histogram_equals_a_walk_with_a_fresh_cache_every_time(
     found = sample_histograms(drafter, tokens, mask, batch.aux, 3)
     assert found == [walk(tokens, span, fresh, 3) for span in generated_spans(mask)]
     assert all(sum(spans[k] for spans in found) >= 1 for k in range(4)), found
+
+
+def test_the_turns_of_a_held_out_conversation_count_as_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty turns that are all alike are no forty independent ones."""
+    turns = {0: [[9, 1]] * 40, 1: [[1, 9]] * 40}
+
+    class Reader:
+        manifest = Manifest(kind="store", match={})
+
+        def __init__(self, _: Path) -> None: ...
+
+        def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tensor([number]), torch.tensor([1])
+
+        def states(self, number: int) -> tuple[torch.Tensor, None]:
+            return torch.zeros(1, 3), None
+
+    drafter = Manifest(
+        kind="drafter", match={"target": {}}, inputs={"store": Reader.manifest.hash()},
+        facts={"validation_samples": [0, 1]},
+    )  # fmt: skip
+    monkeypatch.setattr(offline.Target, "from_config", lambda _: None)
+    monkeypatch.setattr(offline.formats, "load_sglang", lambda *_: (None, [1]))
+    monkeypatch.setattr(offline.Manifest, "load", lambda *_: drafter)
+    monkeypatch.setattr(offline, "StoreReader", Reader)
+    monkeypatch.setattr(offline, "sample_histograms", lambda _, ids, *__: turns[ids[0]])
+    found = offline.offline(Config(run_name="x", runs_dir=str(tmp_path)))
+    assert found["step0"] == pytest.approx(0.5) and found["verify_steps"] == 800
+    assert found["step0_ci95"] == pytest.approx([0.1, 0.9])
 
 
 def test_report_is_written_from_results_alone(tmp_path: Path) -> None:

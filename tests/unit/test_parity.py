@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from eagle3.drafter import Drafter
 from eagle3.walk import sample_histograms, teacher_forced
 from eval import parity
 from eval.causes import NONE, known_causes
-from eval.parity import Answer, diagnose, distance, matched, replay, summary
+from eval.parity import Answer, by_prompt, diagnose, distance, matched, replay, summary
 from eval.stats import acceptance
 from tests.conftest import tiny_drafter
 
@@ -58,7 +59,7 @@ def made(options: dict[str, Any], count: int = 6) -> tuple[Drafter, torch.Tensor
 
 
 def ours(drafter: Drafter, reader: Reader) -> list[list[int]]:
-    answers = [Answer(number=n, histogram=[0] * 4) for n in range(len(reader))]
+    answers = [Answer(prompt=n, number=n, histogram=[0] * 4) for n in range(len(reader))]
     return replay(reader, answers, lambda *x: sample_histograms(drafter, *x))  # type: ignore[arg-type]
 
 
@@ -78,7 +79,7 @@ def test_each_fault_is_recognised_and_leaves_the_drafter_as_it_was(name: str) ->
     for ids, mask, aux in reader.samples:
         live += cause.histograms(drafter, ids.tolist(), mask.int().tolist(), aux, 3)
     assert distance(live, plain) > 0, "this fault changes nothing here: the test proves nothing"
-    answers = [Answer(number=n, histogram=h) for n, h in enumerate(live)]
+    answers = [Answer(prompt=n, number=n, histogram=h) for n, h in enumerate(live)]
     rows = diagnose(reader, answers, drafter, causes)  # type: ignore[arg-type]
     assert rows[0]["distance"] == 0 and name in [r["cause"] for r in rows if r["distance"] == 0]
     assert ours(drafter, reader) == plain and drafter.config.rope_theta == 500.0
@@ -108,7 +109,19 @@ def test_answers_are_matched_by_their_tokens() -> None:
     longer_prompt = {**row, "input_ids": ids[: PROMPT + 1], "output_ids": ids[PROMPT + 1 :]}
     lines = [json.dumps(x) for x in (row, row, other, longer_prompt)]
     found, missing = matched(lines, reader)  # type: ignore[arg-type]
-    assert found == [Answer(number=1, histogram=[1, 2])] * 2 and missing == 2
+    assert found == [Answer(prompt=0, number=1, histogram=[1, 2])] * 2 and missing == 2
+
+
+def test_answers_to_one_prompt_are_no_independent_requests() -> None:
+    """The same answers at four concurrencies: the figures and intervals of one."""
+    rng = np.random.default_rng(0)
+    once = [Answer(prompt=n, number=n, histogram=rng.integers(0, 9, 4).tolist()) for n in range(9)]
+    expected = acceptance([answer.histogram for answer in once])
+    four = once * 4
+    found = acceptance(by_prompt(four, [answer.histogram for answer in four]))
+    assert found.step0 == expected.step0 and found.verify_steps == 4 * expected.verify_steps
+    assert found.step0_ci95 == pytest.approx(expected.step0_ci95)
+    assert found.accept_length_ci95 == pytest.approx(expected.accept_length_ci95)
 
 
 def test_distance_is_a_share_of_the_verify_steps() -> None:
