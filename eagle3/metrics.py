@@ -25,7 +25,7 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["step"] <= resume_step]
+        kept = [line for line in lines(path) if line["step"] <= resume_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.rename(path)
@@ -123,7 +123,7 @@ class Metrics:
             tracker.close()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a metrics file; a torn last line is dropped."""
     if not path.exists():
         return []

@@ -237,7 +237,6 @@ def evaluate(config: Config) -> dict[str, Any]:
         config=config.resolved(),
         inputs={"drafter": manifest.hash()},
     ).save(config.eval_dir)
-    _log_to_wandb(config, results)
     return results
 
 
@@ -292,8 +291,9 @@ def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
 @command("eval")
 def main(config: Config) -> None:
     results = evaluate(config)
-    path: Path = report.write(config.run_dir)
+    path: Path = report.write(config.run_dir, config.checkpoints_dir)
     sys.stdout.write(report.summary(results) + f"\nreport: {path}\n")
+    _log_to_wandb(config, results)
     if config.eval.require_identical:
         for name, runs in results["benchmarks"].items():
             for concurrency, figures in runs.items():

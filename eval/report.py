@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eagle3 import metrics
+
 COLUMNS = [
     "benchmark", "concurrency", "step-0", "95% interval", "accept length", "bigram step-0",
     "plain tok/s", "EAGLE-3 tok/s", "speed-up", "identical",
@@ -80,11 +82,14 @@ def _differences(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def write(run_dir: Path) -> Path:
-    """Write report.md and its plots beside <run>/eval/results.json; return the report's path."""
+def write(run_dir: Path, train_dir: Path) -> Path:
+    """Write report.md and its plots beside <run>/eval/results.json; return the report's path.
+
+    train_dir: of the training whose learning curve is shown, if it is at hand.
+    """
     folder = run_dir / "eval"
     results = json.loads((folder / "results.json").read_text())
-    history = _history(run_dir / "train" / "metrics.jsonl")
+    history = metrics.lines(train_dir / "metrics.jsonl")
     plots = [_plot_acceptance(results, folder), _plot_speed(results, folder)]
     if history:
         plots.append(_plot_history(history, folder))
@@ -151,12 +156,6 @@ def _usage(run_dir: Path) -> list[list[Any]]:
     path = run_dir / "usage.json"
     recorded = json.loads(path.read_text()) if path.exists() else {}
     return [[k, f"{v['seconds']:.0f}", f"{v['peak_memory_gb']:.1f}"] for k, v in recorded.items()]
-
-
-def _history(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _axes(title: str, xlabel: str, ylabel: str) -> Any:

@@ -160,11 +160,18 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
-    text = report.write(tmp_path).read_text()
+    text = report.write(tmp_path, tmp_path / "train").read_text()
     assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 50.0% |" in text
     assert "| gsm | 1 | 10.0 | 12.0 | 20.0 | 22.0 | 5.0 |  |" in text
     assert "3 outputs differ; where they part, the target has the two tokens at most 0.062" in text
-    assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {"acceptance.png", "speed.png"}
+    plots = {"acceptance.png", "speed.png"}
+    assert {p.name for p in (tmp_path / "eval").glob("*.png")} == plots
+    curve = tmp_path / "sweep" / "3"
+    curve.mkdir(parents=True)
+    torn = '{"step": 1, "train/acceptance_0": 0.5}\n{"step": 2, "train/acc'
+    (curve / "metrics.jsonl").write_text(torn)  # the training was killed
+    assert "![learning](learning.png)" in report.write(tmp_path, curve).read_text()
+    assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {*plots, "learning.png"}
 
 
 def test_where_outputs_part() -> None:
