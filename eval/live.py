@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from eagle3 import export as formats
 from eagle3 import provenance
 from eagle3.command import command
@@ -170,18 +172,18 @@ def compare(
     return figures
 
 
-def _bigram(config: Config) -> Bigram | None:
-    """Fitted on the generated text the drafter was trained on, if the store is at hand."""
+def _trained_on(config: Config) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] | None:
+    """What goes through the samples that the drafter was trained on, giving each one's token ids
+    and loss mask; None if their store is not at hand."""
     if not config.store_dir.exists():
         return None
     reader = StoreReader(config.store_dir)
-    held_out = set(Manifest.load(config.drafter_dir, formats.KIND).facts["validation_samples"])
-    texts = []
-    for number in range(len(reader)):
-        if number not in held_out:
-            ids, mask = reader.tokens(number)
-            texts.append(ids[mask].tolist())
-    return Bigram(texts)
+    drafter = Manifest.load(config.drafter_dir, formats.KIND)
+    if drafter.inputs["store"] != reader.manifest.hash():
+        log.warning("%s is another store than the drafter's", config.store_dir)
+        return None
+    trained = set(range(len(reader))) - set(drafter.facts["validation_samples"])
+    return lambda: (reader.tokens(number) for number in sorted(trained))
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -196,6 +198,9 @@ def evaluate(config: Config) -> dict[str, Any]:
     prompts = benchmarks.load(config, target)
     require_measurable(config.eval, prompts)
     predicted = offline(config) if config.eval.offline else None
+    samples = _trained_on(config)
+    seen = samples and benchmarks.seen(prompts, samples())
+    bigram = samples and Bigram(ids[mask].tolist() for ids, mask in samples())
     chain = Speculation.chain(config.eval.num_steps)
     speculative, settings = run_server(config, target, prompts, "eval-speculative", chain)
     differing: dict[tuple[str, int], Differences] = {}
@@ -205,7 +210,6 @@ def evaluate(config: Config) -> dict[str, Any]:
         differing[key] = differences(client, prompts[name], run, speculative[key])
 
     plain, plain_settings = run_server(config, target, prompts, "eval-plain", None, look_up)
-    bigram = _bigram(config)
     table: dict[str, dict[str, Any]] = {name: {} for name in prompts}
     for (name, c), run in plain.items():
         key = name, c
@@ -217,6 +221,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         **first,
         "offline_step0_acceptance": predicted and predicted["step0"],
         "offline": predicted,
+        "prompts_in_training": seen,
         "benchmarks": table,
         "versions": provenance.versions(),
         "git_commit": provenance.git_commit(),

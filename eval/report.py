@@ -62,7 +62,7 @@ def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
     lines = aligned(COLUMNS, rows(results))
     live = results["step0_acceptance"]["value"]
-    lines += _differences(results)
+    lines += _differences(results) + _seen(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
         lines.append(f"step-0 acceptance: live {live:.1%}, offline prediction {predicted:.1%}")
     return "\n".join(lines)
@@ -79,6 +79,16 @@ def _differences(results: dict[str, Any]) -> list[str]:
     return [
         f"{outputs} outputs differ; where they part, the target has the two tokens at most "
         f"{largest:.3f} nats apart (median of a row at most {median:.3f})"
+    ]
+
+
+def _seen(results: dict[str, Any]) -> list[str]:
+    """A line for each benchmark that is not held out."""
+    return [
+        f"{count} prompts of {name} are in the drafter's training data: its acceptance there is "
+        "not that on new prompts"
+        for name, count in (results["prompts_in_training"] or {}).items()
+        if count
     ]
 
 
@@ -101,8 +111,8 @@ def write(run_dir: Path, train_dir: Path) -> Path:
 def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
     lines += [*markdown(COLUMNS, rows(results)), "", *markdown(LATENCIES, latencies(results))]
-    if differing := _differences(results):
-        lines += ["", *differing]
+    for line in _differences(results) + _seen(results):
+        lines += ["", line]
     predicted = results["offline"]
     if predicted is not None:
         low, high = predicted["step0_ci95"]

@@ -13,8 +13,9 @@ from eagle3.manifest import Manifest
 from eagle3.serving.client import Answer
 from eagle3.target import Target
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
-from eval import benchmarks, offline
+from eval import benchmarks, live, offline
 from eval.baseline import Bigram
+from eval.benchmarks import Prompt
 from eval.differences import first_difference
 from eval.measure import Run
 from eval.stats import acceptance
@@ -156,7 +157,7 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     results = {
         **figures, "offline_step0_acceptance": None, "offline": None,
         "benchmarks": {"gsm": {"1": figures}}, "versions": {}, "machine": {}, "git_commit": "x",
-        "settings": {},
+        "settings": {}, "prompts_in_training": {"gsm": 2},
     }  # fmt: skip
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
@@ -164,6 +165,9 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     assert "| gsm | 1 | 50.0% | 40.0% to 60.0% | 1.70 |  | 10.0 | 15.0 | 1.50x | 50.0% |" in text
     assert "| gsm | 1 | 10.0 | 12.0 | 20.0 | 22.0 | 5.0 |  |" in text
     assert "3 outputs differ; where they part, the target has the two tokens at most 0.062" in text
+    assert "2 prompts of gsm are in the drafter's training data" in text
+    assert "2 prompts of gsm are in the drafter's training data" in report.summary(results)
+    assert "training data" not in report.summary({**results, "prompts_in_training": None})
     plots = {"acceptance.png", "speed.png"}
     assert {p.name for p in (tmp_path / "eval").glob("*.png")} == plots
     curve = tmp_path / "sweep" / "3"
@@ -186,6 +190,55 @@ def test_a_benchmark_without_a_usable_prompt_is_a_mistake(target: Target, tmp_pa
     config = Config(run_name="x", benchmark={"mine": BenchmarkConfig(path=str(path))})
     with pytest.raises(UserError, match=r"benchmark\.mine: no usable prompt"):
         benchmarks.load(config, target)
+
+
+def test_prompts_that_training_saw_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = {
+        "held_out": [Prompt(id="a", input_ids=[1, 2]), Prompt(id="b", input_ids=[1, 2, 3])],
+        "known": [Prompt(id="c", input_ids=[4, 5]), Prompt(id="d", input_ids=[4, 5, 6, 7, 8])],
+    }
+    samples = [
+        (torch.tensor(ids), torch.tensor(mask, dtype=torch.bool))
+        for ids, mask in (
+            ([4, 5, 6, 7, 8, 9], [0, 0, 1, 1, 0, 1]), ([1, 2, 3], [0, 1, 1]), ([1, 2], [0, 0])
+        )
+    ]  # fmt: skip
+    assert benchmarks.seen(prompts, samples) == {"held_out": 0, "known": 2}
+    assert "benchmark known: 2 of 2 prompts are in the drafter's training data" in caplog.text
+    assert "held_out" not in caplog.text
+
+
+def test_the_store_at_hand_must_be_the_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader:
+        manifest = Manifest(kind="store", match={"data": "x"})
+
+        def __init__(self, _: Path) -> None: ...
+
+        def __len__(self) -> int:
+            return 2
+
+        def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tensor([number, 8, 9]), torch.tensor([False, True, True])
+
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    monkeypatch.setattr(live, "StoreReader", Reader)
+    assert live._trained_on(config) is None
+    config.store_dir.mkdir(parents=True)
+    drafter = Manifest(
+        kind="drafter", match={}, inputs={"store": Reader.manifest.hash()},
+        facts={"validation_samples": [0]},
+    )  # fmt: skip
+    drafter.save(config.drafter_dir)
+    samples = live._trained_on(config)
+    assert samples is not None
+    for _ in range(2):
+        ((ids, mask),) = samples()
+        assert ids.tolist() == [1, 8, 9] and ids[mask].tolist() == [8, 9]
+    drafter.inputs["store"] = "another"
+    drafter.save(config.drafter_dir)
+    assert live._trained_on(config) is None
 
 
 def test_rows_without_a_prompt_are_left_out_and_told(
