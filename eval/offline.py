@@ -27,7 +27,16 @@ log = logging.getLogger(__name__)
 
 
 def offline(config: Config) -> dict[str, Any]:
-    """Acceptance of the exported drafter on the store's validation samples."""
+    """Acceptance of the exported drafter on the store's validation samples.
+
+    Raises:
+        UserError: drafter or store is missing, or they do not belong together.
+    """
+    if not config.store_dir.exists():
+        raise UserError(
+            f"no store in {config.store_dir}, and without held-out samples acceptance cannot be "
+            "predicted: copy it there, or run eval.live with eval.offline=false"
+        )
     target = Target.from_config(config.target)
     drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
     manifest = Manifest.load(config.drafter_dir, formats.KIND)

@@ -159,7 +159,8 @@ def _streamed(reply: requests.Response, start: float) -> Answer:
     client's time.
     """
     first, last, first_s = None, b"", 0.0
-    for line in reply.iter_lines():
+    # a piece is what came together, however large it may be: an event is seen as soon as it is here
+    for line in reply.iter_lines(chunk_size=1 << 20):
         if not line.startswith(b"data: ") or line == b"data: [DONE]":
             continue
         last = line[len(b"data: ") :]

@@ -138,7 +138,11 @@ def test_the_turns_of_a_held_out_conversation_count_as_one_request(
     monkeypatch.setattr(offline.Manifest, "load", lambda *_: drafter)
     monkeypatch.setattr(offline, "StoreReader", Reader)
     monkeypatch.setattr(offline, "sample_histograms", lambda _, ids, *__: turns[ids[0]])
-    found = offline.offline(Config(run_name="x", runs_dir=str(tmp_path)))
+    config = Config(run_name="x", runs_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"no store in .*eval\.offline=false"):
+        offline.offline(config)
+    config.store_dir.mkdir(parents=True)
+    found = offline.offline(config)
     assert found["step0"] == pytest.approx(0.5) and found["verify_steps"] == 800
     assert found["step0_ci95"] == pytest.approx([0.1, 0.9])
 

@@ -117,6 +117,31 @@ def test_a_streamed_answer_is_its_last_event_and_knows_its_first(
     assert Client(url).generate([1], {}).first_s is None
 
 
+def test_the_first_token_is_timed_when_it_comes() -> None:
+    class Slow(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for event in ({**OK, "meta_info": {"finish_reason": None}}, OK):
+                data = events(event).encode()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+                time.sleep(0.5)
+            self.wfile.write(b"0\r\n\r\n")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer = Client(f"http://127.0.0.1:{server.server_port}").generate([1], {}, stream=True)
+        server.shutdown()
+    assert answer.first_s is not None and answer.first_s < 0.4 and answer.latency_s > 0.9
+
+
 def test_a_request_that_the_server_aborts_is_no_answer(http_server) -> None:
     url, replies = http_server
     client = Client(url)
