@@ -6,6 +6,7 @@ and every command checks all of it before anything starts.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from eagle3.errors import UserError
+
+SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$", re.IGNORECASE)
+"""Names of variables and flags that hold one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +63,8 @@ class ServerConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang flags (underscores), for every server this run starts."""
     env: dict[str, str] = field(default_factory=dict)
+    """More environment for them. Kept in manifests and shown in launch commands: secrets belong in
+    the environment of the command itself, which its servers inherit."""
     backends: list[str] = field(default_factory=list)
     """Attention backends to try in order; empty leaves the choice to SGLang."""
     deadline_s: float = 900.0
@@ -383,4 +389,16 @@ def from_dict_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(f"configuration: {error}") from error
     assert isinstance(config, Config)
+    _require_no_secret(config.server)
     return config
+
+
+def _require_no_secret(server: ServerConfig) -> None:
+    """Whatever is set for servers is written into manifests, reports, trackers and commands."""
+    for key, names in (("env", server.env), ("args", server.args)):
+        if found := [name for name in names if SECRET.search(name)]:
+            raise UserError(
+                f"server.{key} holds {found}, and everything there is written into manifests and "
+                "launch commands. Export secrets in the shell that runs this command: its servers "
+                "inherit them; a server that is started here needs no API key"
+            )

@@ -57,6 +57,16 @@ def test_secrets_stay_out_of_manifests() -> None:
     assert config.resolved()["server"]["api_key"] == "***"
 
 
+@pytest.mark.parametrize(
+    "name", ["env.HF_TOKEN", "env.AWS_SECRET_ACCESS_KEY", "args.api_key", "env.DB_PASSWORD"]
+)
+def test_a_secret_for_servers_is_refused_where_it_would_be_written_down(name: str) -> None:
+    load("experiment=ci", "+server.env.MAX_TOKENS='8'", "+server.env.TOKENIZERS_PARALLELISM='0'")
+    with pytest.raises(UserError, match=r"(?s)server\.(env|args) holds .*Export secrets") as told:
+        load("experiment=ci", f"+server.{name}=hunter2")
+    assert "hunter2" not in str(told.value)
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
