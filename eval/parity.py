@@ -29,12 +29,12 @@ from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.walk import sample_histograms
-from eval.causes import Cause, known_causes
+from eval.causes import NONE, Cause, known_causes
 from eval.stats import acceptance
 
 log = logging.getLogger(__name__)
 DIAGNOSED = 64
-"""Answers on which causes are tried."""
+"""Most answers on which causes are tried."""
 
 Histograms = Callable[[list[int], list[int], Any, int], list[list[int]]]
 
@@ -104,11 +104,12 @@ def distance(a: list[list[int]], b: list[list[int]]) -> float:
 def diagnose(
     reader: StoreReader, answers: list[Answer], drafter: Drafter, causes: list[Cause]
 ) -> list[dict[str, Any]]:
-    """Every cause with the distance of its histograms from the live ones, the nearest first."""
-    some = answers[:DIAGNOSED]
+    """No fault and every cause with the distance of its histograms from the live ones, the nearest
+    first; of answers from all over."""
+    some = answers[:: -(-len(answers) // DIAGNOSED)]
     live = [answer.histogram for answer in some]
     rows = []
-    for cause in causes:
+    for cause in (NONE, *causes):
         found = replay(reader, some, lambda *x, c=cause: c.histograms(drafter, *x))
         rows.append(
             {
@@ -195,8 +196,11 @@ def summary(result: dict[str, Any]) -> str:
     if result["agrees"]:
         return "\n".join([*lines, "the server drafts what was trained"])
     lines.append("the server does not draft what was trained")
-    best = result["causes"][0]
-    if best["distance"] < result["distance"] / 2:
+    best, unchanged = (
+        next(row for row in result["causes"] if (row["cause"] == NONE.name) is wanted)
+        for wanted in (False, True)
+    )
+    if best["distance"] < unchanged["distance"] / 2:  # both of the same answers
         lines.append(f"it drafts as with this fault: {best['cause']}. {best['remedy']}.")
     else:
         lines.append(

@@ -86,6 +86,18 @@ def test_each_fault_is_recognised_and_leaves_the_drafter_as_it_was(name: str) ->
     assert all(torch.equal(x, before[k]) for k, x in drafter.state_dict().items())
 
 
+def test_causes_are_tried_on_answers_from_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(parity, "replay", lambda _, some, __: tried.extend(a.number for a in some))
+    monkeypatch.setattr(parity, "distance", lambda *_: 0.0)
+    monkeypatch.setattr(parity, "acceptance", lambda _: acceptance([[1, 1]]))
+    for count, expected in ((3, [0, 1, 2]), (64, list(range(64))), (200, list(range(0, 200, 4)))):
+        tried.clear()
+        answers = [Answer(prompt=n, number=n, histogram=[1, 1]) for n in range(count)]
+        rows = diagnose(None, answers, None, [])  # type: ignore[arg-type]
+        assert tried == expected and [row["cause"] for row in rows] == ["no fault"]
+
+
 def test_fc_norm_left_out_is_recognised() -> None:
     drafter, lm_head, reader = made({"fc_norm": True})
     (cause,) = (c for c in known_causes(drafter, lm_head) if c.name == "fc_norm left out")
@@ -138,11 +150,20 @@ def test_the_summary_names_the_cause_only_if_it_explains_much() -> None:
     result: dict[str, Any] = {
         "answers": 9, "live": figures, "offline": {"step0": 0.8, "accept_length": 2.5},
         "identical_histograms": 0.1, "distance": 0.4, "not_captured": 1, "agrees": False,
-        "causes": [{"cause": "norm left out", "remedy": "use a newer one", "distance": 0.05}],
+        "causes": [
+            {"cause": "norm left out", "remedy": "use a newer one", "distance": 0.05},
+            {"cause": "no fault", "remedy": "", "distance": 0.4},
+        ],
     }  # fmt: skip
     assert "as with this fault: norm left out. use a newer one." in summary(result)
     assert "1 answers were not captured" in summary(result)
     result["causes"][0]["distance"] = 0.3
+    assert "no known cause explains it" in summary(result)
+    # on the answers where it was tried the two hardly differ anyway
+    result["causes"][0]["distance"], result["causes"][1]["distance"] = 0.15, 0.16
+    assert "no known cause explains it" in summary(result)
+    result["causes"].reverse()
+    result["causes"][0]["distance"] = 0.1
     assert "no known cause explains it" in summary(result)
     assert "drafts what was trained" in summary({**result, "agrees": True})
     assert parity.DIAGNOSED > 0
