@@ -3,9 +3,9 @@
 `eval` left every answer and its histogram of accepted drafts; `extract` with extract.of_eval=true
 has captured the hidden states of the same texts. Replayed over them, the exported drafter must be
 accepted as the live one was: step-0 acceptance and accept length within the live figures'
-intervals. If it was not, the server does not run what was trained: known causes are tried, and the
-one that explains the live histograms is named. Writes <run>/eval/parity.json; exits with 1 if the
-two differ.
+intervals, and nearly all verify steps the same. If it was not, the server does not run what was
+trained: known causes are tried, and the one that explains the live histograms is named. Writes
+<run>/eval/parity.json; exits with 1 if the two differ.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from eagle3.store.reader import StoreReader
 from eagle3.target import Target
 from eagle3.walk import sample_histograms
 from eval.causes import NONE, Cause, known_causes
-from eval.stats import acceptance
+from eval.stats import Acceptance, acceptance
 
 log = logging.getLogger(__name__)
 DIAGNOSED = 64
 """Most answers on which causes are tried."""
+FEW = 0.1
+"""Share of verify steps that may be counted differently: without a fault it was below 0.01 in
+float32, and bf16's near ties add some."""
 
 Histograms = Callable[[list[int], list[int], Any, int], list[list[int]]]
 
@@ -153,12 +156,12 @@ def parity(config: Config) -> dict[str, Any]:
         raise UserError(f"{outputs} is of one prompt only, which gives no interval: eval on more")
     ours = replay(reader, answers, lambda *x: sample_histograms(drafter, *x))
     there, here = acceptance(by_prompt(answers, live)), acceptance(by_prompt(answers, ours))
+    differing = distance(live, ours)
     result: dict[str, Any] = {
-        "agrees": _within(here.step0, there.step0_ci95)
-        and _within(here.accept_length, there.accept_length_ci95),
+        "agrees": agrees(there, here, differing),
         "live": there.as_dict(),
         "offline": here.as_dict(),
-        "distance": distance(live, ours),
+        "distance": differing,
         "identical_histograms": sum(a == b for a, b in zip(live, ours, strict=True)) / len(live),
         "answers": len(answers),
         "not_captured": missing,
@@ -173,6 +176,19 @@ def parity(config: Config) -> dict[str, Any]:
         )
     write_json(config.eval_dir / "parity.json", result)
     return result
+
+
+def agrees(there: Acceptance, here: Acceptance, differing: float) -> bool:
+    """Whether our figures lie within the live intervals, and few verify steps differ.
+
+    Of few prompts the intervals are wide; the steps are compared one by one, so that they tell a
+    fault all the same.
+    """
+    return (
+        _within(here.step0, there.step0_ci95)
+        and _within(here.accept_length, there.accept_length_ci95)
+        and differing <= FEW
+    )
 
 
 def _within(value: float, interval: list[float]) -> bool:

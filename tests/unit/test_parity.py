@@ -142,6 +142,18 @@ def test_distance_is_a_share_of_the_verify_steps() -> None:
     assert distance([[4, 0], [4, 0]], [[4, 0], [2, 2]]) == 0.25
 
 
+def test_few_prompts_do_not_hide_a_fault() -> None:
+    live = [[30, 5, 5, 60], [70, 10, 5, 15], [50, 10, 10, 30]]
+    assert parity.agrees(acceptance(live), acceptance(live), 0.0)
+    # the intervals reach over half the range, but one step in six was counted differently
+    ours = [[35, 10, 10, 45], [60, 10, 5, 25], [60, 20, 10, 10]]
+    there, here = acceptance(live), acceptance(ours)
+    assert there.step0_ci95[0] < here.step0 < there.step0_ci95[1]
+    assert there.accept_length_ci95[0] < here.accept_length < there.accept_length_ci95[1]
+    assert not parity.agrees(there, here, distance(live, ours))
+    assert not parity.agrees(there, acceptance([[0, 0, 0, 9]]), 0.0)
+
+
 def test_the_summary_names_the_cause_only_if_it_explains_much() -> None:
     figures = {
         "step0": 0.5, "step0_ci95": [0.45, 0.55], "accept_length": 1.8,
