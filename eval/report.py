@@ -64,7 +64,11 @@ def summary(results: dict[str, Any]) -> str:
     live = results["step0_acceptance"]["value"]
     lines += _differences(results) + _seen(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
-        lines.append(f"step-0 acceptance: live {live:.1%}, offline prediction {predicted:.1%}")
+        name = next(iter(results["benchmarks"]))
+        lines.append(
+            f"step-0 acceptance: live {live:.1%} on {name}, offline prediction {predicted:.1%} on "
+            "held-out samples of the store"
+        )
     return "\n".join(lines)
 
 
@@ -124,11 +128,12 @@ def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
         ]
     lines += [
         "",
-        "TTFT: time to the first token, median and 95th percentile over requests; ITL: time "
-        "between tokens, median. Greedy decoding, prefix cache off, warm-up excluded. A draft is "
-        "accepted if it equals the target's own next token; step k's acceptance is the share of "
-        "verify steps with more than k accepted drafts; accept length is 1 + their sum. Intervals: "
-        "bootstrap over requests. Bigram: the token that most often followed in the training text.",
+        "TTFT: time to the first token, median and 95th percentile over requests; ITL: mean "
+        "time between a request's tokens, median over requests. Greedy decoding, prefix cache off, "
+        "warm-up excluded. A draft is accepted if it equals the target's own next token; step k's "
+        "acceptance is the share of verify steps with more than k accepted drafts; accept length "
+        "is 1 + their sum. Intervals: bootstrap over requests. Bigram: the token that most often "
+        "followed in the training text.",
         "",
     ]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]

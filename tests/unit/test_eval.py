@@ -172,6 +172,8 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     assert "2 prompts of gsm are in the drafter's training data" in text
     assert "2 prompts of gsm are in the drafter's training data" in report.summary(results)
     assert "training data" not in report.summary({**results, "prompts_in_training": None})
+    predicted = report.summary({**results, "offline_step0_acceptance": 0.25})
+    assert "live 50.0% on gsm, offline prediction 25.0%" in predicted
     plots = {"acceptance.png", "speed.png"}
     assert {p.name for p in (tmp_path / "eval").glob("*.png")} == plots
     curve = tmp_path / "sweep" / "3"
