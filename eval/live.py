@@ -289,7 +289,8 @@ def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
         job_type="eval",
     )
     table = wandb.Table(columns=[*report.COLUMNS], data=report.rows(results))
-    tracker.log(0, {"eval/benchmarks": table, "eval/step0": results["step0_acceptance"]["value"]})
+    # as the next step, whatever it is: of an evaluation made again wandb would ignore a step 0
+    tracker.run.log({"eval/benchmarks": table, "eval/step0": results["step0_acceptance"]["value"]})
     tracker.close()
 
 

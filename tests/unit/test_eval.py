@@ -184,6 +184,31 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "eval").glob("*.png")} == {*plots, "learning.png"}
 
 
+def test_an_evaluation_made_again_is_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb goes on with the same run, and ignores steps that it has."""
+    logged: list[float] = []
+
+    class Run:
+        step = 0
+
+        def log(self, values: dict, step: int | None = None) -> None:
+            if step is None or step >= self.step:
+                self.step += 1
+                logged.append(values["eval/step0"])
+
+        def finish(self) -> None: ...
+
+    run = Run()
+    monkeypatch.setattr("wandb.init", lambda **_: run)
+    monkeypatch.setattr("wandb.Table", lambda **_: None)
+    for value in (0.5, 0.75):
+        results = {"benchmarks": {}, "step0_acceptance": {"value": value}}
+        live._log_to_wandb(Config(run_name="x", runs_dir=str(tmp_path)), results)
+    assert logged == [0.5, 0.75]
+
+
 def test_where_outputs_part() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
