@@ -266,7 +266,7 @@ class EvalConfig:
     num_steps: int = 3
     """Drafts per verify step (a chain: topk 1, num_steps + 1 draft tokens)."""
     warmup: int = 2
-    """Requests before measuring starts."""
+    """Short requests before measuring starts, for each of those that will be under way."""
     plain_url: str | None = None
     """Measure a running server without speculation instead of starting one."""
     speculative_url: str | None = None

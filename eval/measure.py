@@ -73,6 +73,9 @@ def measure(
 ) -> Run:
     """Warm up on the first prompts, unmeasured, then answer all of them.
 
+    warmup: requests for each of the `concurrency`: what a server prepares at the first batch of a
+    size is then done.
+
     Raises:
         UserError: the server refuses a prompt.
     """
@@ -84,8 +87,8 @@ def measure(
         except RequestRefused as refusal:
             raise UserError(f"prompt {prompt.id} was refused: {refusal}") from refusal
 
-    for prompt in prompts[:warmup]:
-        answer(prompt, stream=False, max_new_tokens=8)
+    first = prompts[: warmup * concurrency]
+    list(in_order(lambda p: answer(p, stream=False, max_new_tokens=8), first, concurrency))
     with console.progress(f"eval, concurrency {concurrency}") as bar:
         task = bar.add_task("", total=len(prompts), note="")
         answers = []

@@ -52,6 +52,26 @@ def test_no_request_waits_for_a_slow_answer() -> None:
     assert [len(a.output_ids) for a in run.answers] == list(range(1, 11))
 
 
+def test_the_warm_up_has_as_many_requests_under_way_as_the_measurement() -> None:
+    class Together:
+        """Answers warm-up requests only two at a time."""
+
+        def __init__(self) -> None:
+            self.pair = threading.Barrier(2, timeout=5)
+            self.warm = 0
+
+        def generate(self, input_ids: list[int], sampling: dict, stream: bool = False) -> Answer:
+            if not stream:
+                assert sampling["max_new_tokens"] == 8
+                self.pair.wait()
+                self.warm += 1
+            return answered(3)
+
+    client = Together()
+    run = measure(client, PROMPTS, 16, concurrency=2, warmup=2)  # type: ignore[arg-type]
+    assert client.warm == 4 and len(run.answers) == len(PROMPTS)
+
+
 def test_a_prompt_that_the_server_refuses_is_named() -> None:
     class Refuses:
         def generate(self, input_ids: list[int], *_: Any, **__: Any) -> Answer:
