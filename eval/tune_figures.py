@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import eq
 from typing import Any
 
+from eagle3 import provenance
 from eval.measure import Run
 from eval.speculation import Speculation
 from eval.stats import acceptance
@@ -25,13 +27,15 @@ def figures(benchmark: str, run: Run, speculation: Speculation | None) -> dict[s
         "seconds": run.seconds,
         "accept_length": live and live.accept_length,
         "accept_length_ci95": live and live.accept_length_ci95,
+        "outputs": [provenance.hash_json(answer.output_ids) for answer in run.answers],
     }
 
 
 def rows(records: list[Record]) -> list[dict[str, Any]]:
     """One a benchmark, concurrency and server that did not fail, in that order.
 
-    speedup: tok/s against plain, None if that failed.
+    speedup: tok/s against plain; identical: share of the outputs that are plain's. Both None if
+    that failed. A setting that the server gets wrong may be fast, but it does not say the same.
     """
     found = [
         {"speculation": record["speculation"], **run}
@@ -40,6 +44,15 @@ def rows(records: list[Record]) -> list[dict[str, Any]]:
         for run in record["runs"]
     ]
     _against_plain(found, ("benchmark", "concurrency"))
+    plain = {
+        (row["benchmark"], row["concurrency"]): row["outputs"]
+        for row in found
+        if row["speculation"] is None
+    }
+    for row in found:
+        ours = row.pop("outputs")
+        theirs = plain.get((row["benchmark"], row["concurrency"]))
+        row["identical"] = theirs and sum(map(eq, ours, theirs)) / len(ours)
     places = list(dict.fromkeys((row["benchmark"], row["concurrency"]) for row in found))
     return sorted(found, key=lambda row: places.index((row["benchmark"], row["concurrency"])))
 

@@ -10,7 +10,7 @@ from eval.report import aligned, markdown
 
 COLUMNS = [
     "benchmark", "concurrency", "steps", "topk", "draft tokens", "accept length", "tok/s",
-    "tok/s per request", "against plain",
+    "tok/s per request", "against plain", "identical",
 ]  # fmt: skip
 ALL = "(all)"
 
@@ -20,7 +20,13 @@ def table(results: dict[str, Any]) -> list[list[Any]]:
     rows = list(results["rows"])
     if len({row["benchmark"] for row in rows}) > 1:
         rows += [
-            {"benchmark": ALL, "accept_length": None, "tok_s_per_request": None, **total}
+            {
+                "benchmark": ALL,
+                "accept_length": None,
+                "tok_s_per_request": None,
+                "identical": None,
+                **total,
+            }
             for total in results["totals"]
         ]
     return [
@@ -32,6 +38,7 @@ def table(results: dict[str, Any]) -> list[list[Any]]:
             _number(row["tok_s"], ".1f"),
             _number(row["tok_s_per_request"], ".1f"),
             _number(row["speedup"], ".2f", "x"),
+            _number(row["identical"], ".1%"),
         ]
         for row in rows
     ]
@@ -90,8 +97,8 @@ def write(run_dir: Path) -> Path:
     lines += [
         "",
         "Greedy decoding, prefix cache off, warm-up excluded; accept length is the tokens gained "
-        "by one verify step. Chosen by all tokens / all seconds over the benchmarks. The commands "
-        "leave the prefix cache on.",
+        "by one verify step; identical is the share of outputs that plain serving gave too. Chosen "
+        "by all tokens / all seconds over the benchmarks. The commands leave the prefix cache on.",
         "",
         "## Fastest",
     ]

@@ -38,6 +38,7 @@ class Servers:
         self.speeds = dict(SPEEDS)
         self.failures: dict[str, Exception | type[BaseException]] = {}
         self.started: list[str] = []
+        self.says: dict[str, int] = {}
 
     def __call__(self, config, target, prompts, name, speculation):
         key = speculation.name if speculation else "plain"
@@ -45,13 +46,13 @@ class Servers:
         self.started.append(key)
         if key in self.failures:
             raise self.failures[key]
-        runs = {}
+        runs, word = {}, self.says.get(key, 7)
         for place, benchmark in enumerate(prompts):
             for concurrency in config.eval.concurrency:
                 # both benchmarks take as long, so that the total is the mean of their speeds
                 tokens = round(self.speeds[key][concurrency][place] * 10)
                 run = Run(
-                    answers=[Answer(output_ids=[7] * tokens, finish="stop", latency_s=20.0)],
+                    answers=[Answer(output_ids=[word] * tokens, finish="stop", latency_s=20.0)],
                     seconds=10.0,
                     concurrency=concurrency,
                 )
@@ -146,12 +147,22 @@ def test_the_command_serves_what_was_measured_and_can_be_pasted(
     }
 
 
+def test_outputs_are_compared_with_those_of_plain_serving(config: Config, servers: Servers) -> None:
+    servers.speeds = dict.fromkeys(SPEEDS, SPEEDS["plain"])  # as fast: the same number of tokens
+    servers.says = {"steps2_topk1_tokens3": 8}
+    found = {json.dumps(r["speculation"]): r["identical"] for r in tune.tune(config)["rows"]}
+    assert list(found.values()) == [1, 1, 0]
+    servers.failures = {"plain": ServerFailed("no memory")}
+    (config.eval_dir / "tune" / "plain.json").unlink()
+    assert all(row["identical"] is None for row in tune.tune(config)["rows"])
+
+
 def test_the_table_shows_every_row(config: Config, servers: Servers) -> None:
     results = tune.tune(config)
     text = tune_report.write(config.run_dir).read_text()
-    assert "| a | 1 | plain |  |  |  | 10.0 | 5.0 | 1.00x |" in text
-    assert "| b | 1 | 2 | 1 | 3 | 2.50 | 30.0 | 15.0 | 3.00x |" in text
-    assert "| (all) | 1 | 2 | 1 | 3 |  | 21.0 |  | 2.10x |" in text
+    assert "| a | 1 | plain |  |  |  | 10.0 | 5.0 | 1.00x | 100.0% |" in text
+    assert "| b | 1 | 2 | 1 | 3 | 2.50 | 30.0 | 15.0 | 3.00x | 0.0% |" in text
+    assert "| (all) | 1 | 2 | 1 | 3 |  | 21.0 |  | 2.10x |  |" in text
     assert len(tune_report.table(results)) == 2 * 2 * 3 + 2 * 3
 
 
