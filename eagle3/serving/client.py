@@ -108,8 +108,10 @@ class Client:
                 `meta["output_token_ids_logprobs"]` as (log-probability, id, text).
 
         Raises:
-            RequestRefused: an HTTP status of REFUSED, or a stream of increments; at once.
-            RequestFailed: another HTTP status or a connection error, after the last retry.
+            RequestRefused: an HTTP status of REFUSED, also one that a stream ends with, or a stream
+                of increments; at once.
+            RequestFailed: another HTTP status, a connection error or a request that the server
+                aborted, after the last retry.
         """
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if rid is not None:
@@ -175,7 +177,7 @@ def _streamed(reply: requests.Response, start: float) -> Answer:
         ended = error is None and data["meta_info"]["finish_reason"] is not None
     except (ValueError, KeyError):  # nothing came, or half an event
         error, ended = None, False
-    if error:
+    if error and isinstance(error, dict):
         raise _aborted(error.get("code"), error.get("message"))
     if not ended:
         raise requests.ConnectionError(f"the stream broke off: {last[:300]!r}")
@@ -194,7 +196,7 @@ def _aborted(status: int | None, message: str | None) -> Exception:
     """What to raise for a request that the server ended, in a stream with the status it would have
     had otherwise."""
     told = f"the server aborted the request: {message}"
-    if status is not None and 400 <= status < 500:
+    if status in REFUSED:
         return RequestRefused(told)
     return requests.ConnectionError(told)
 

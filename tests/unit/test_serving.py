@@ -156,7 +156,7 @@ def test_a_request_that_the_server_aborts_is_no_answer(http_server) -> None:
         replies[:] = [(200, events(refused, "[DONE]")), (200, events(OK))]
         with pytest.raises(RequestRefused, match="the input is too long"):
             client.generate([1], {}, stream=True)
-    for failed in (aborted(status_code=503), aborted()):
+    for failed in (aborted(status_code=503), aborted(status_code=429), aborted()):
         replies[:] = [(200, events(failed, "[DONE]")), (200, events(OK))]
         assert client.generate([1], {}, stream=True).output_ids == [5]
         assert replies == []
