@@ -150,6 +150,7 @@ def _data_set(path: str, split: str) -> Iterable[Any]:
     except (
         OSError,
         ValueError,
+        RuntimeError,  # a data set that is a script
         datasets.exceptions.DatasetsError,
         pyarrow.ArrowException,
     ) as error:

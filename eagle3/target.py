@@ -175,7 +175,8 @@ def _from_hub(path: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason, _, _ = str(error).partition("\n")
         raise UserError(
             f"target.path={path} is neither a local folder nor a model the hub gives us "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"({type(error).__name__}: {reason})"
         ) from error
