@@ -381,6 +381,8 @@ def from_dict_config(composed: DictConfig) -> Config:
     """
     from omegaconf.errors import OmegaConfBaseException
 
+    from eagle3 import ranges
+
     try:
         missing = OmegaConf.missing_keys(composed)
         if missing:
@@ -390,6 +392,7 @@ def from_dict_config(composed: DictConfig) -> Config:
         raise UserError(f"configuration: {error}") from error
     assert isinstance(config, Config)
     _require_no_secret(config.server)
+    ranges.require(config)
     return config
 
 

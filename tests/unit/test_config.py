@@ -52,6 +52,24 @@ def test_missing_values_are_named() -> None:
         load()
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("server.replicas=0", "server.replicas=0 must be 1 or more"),
+        ("train.accumulation=0", "train.accumulation=0 must be 1 or more"),
+        ("train.epochs=-1", "train.epochs=-1.0 must be above 0"),
+        ("optimizer.lr=nan", "optimizer.lr=nan must be above 0"),
+        ("verify.recapture=-1", "verify.recapture=-1 must be 0 or more"),
+        ("eval.concurrency=[1,0]", r"eval.concurrency=\[1, 0\] must be 1 or more"),
+        ("eval.concurrency=[]", r"eval.concurrency=\[\] must name at least one"),
+        ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
+    ],
+)
+def test_numbers_that_nothing_can_be_done_with_are_refused(override: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load("experiment=ci", override)
+
+
 def test_secrets_stay_out_of_manifests() -> None:
     config = load("experiment=ci", "server.api_key=hunter2")
     assert config.resolved()["server"]["api_key"] == "***"
