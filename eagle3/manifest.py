@@ -57,16 +57,21 @@ class Manifest:
             raise UserError(f"{folder} holds {data['kind']!r}, expected {kind!r}")
         return cls(**data)
 
-    def resumes(self, folder: Path, where: str, remedy: str) -> bool:
+    def resumes(self, folder: Path, where: str, remedy: str, begun: bool = True) -> bool:
         """Whether the folder holds an earlier part of this same run.
+
+        Args:
+            begun: whether there is any result of it; without one, another run may take its place.
 
         Raises:
             UserError: it holds another kind of folder, or one whose `match` differs.
         """
         if not (folder / NAME).exists():
             return False
-        require_match(self.match, Manifest.load(folder, self.kind).match, where, remedy)
-        return True
+        found = Manifest.load(folder, self.kind)
+        if begun:
+            require_match(self.match, found.match, where, remedy)
+        return begun
 
     def hash(self) -> str:
         """Identity of this folder for the manifests of the stages that read it: what it was made
@@ -81,8 +86,20 @@ def require_match(wanted: dict[str, Any], found: dict[str, Any], where: str, rem
     """
     differing = [k for k in wanted if k in found and wanted[k] != found[k]]
     if differing:
-        lines = [f"  {k}: configured {wanted[k]!r}, found {found[k]!r}" for k in differing]
+        lines = [line for k in differing for line in _differences(k, wanted[k], found[k])]
         raise UserError("\n".join([f"{where} does not match:", *lines, remedy]))
+
+
+def _differences(key: str, wanted: Any, found: Any) -> list[str]:
+    """A line for each value in which two that differ do."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return [
+            line
+            for k in dict.fromkeys([*wanted, *found])
+            if wanted.get(k) != found.get(k)
+            for line in _differences(f"{key}.{k}", wanted.get(k), found.get(k))
+        ]
+    return [f"  {key}: configured {wanted!r}, found {found!r}"]
 
 
 def write_json(path: Path, value: Any) -> None:

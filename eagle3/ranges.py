@@ -1,52 +1,50 @@
-"""The least that a configuration's numbers may be, in one table, checked before anything starts.
+"""What the numbers of a configuration may be, in one table, checked before anything starts.
 
 What depends on the target, the data or another value is checked where that is known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 
 from eagle3.config import Config
 from eagle3.errors import UserError
 
-LEAST = {
-    "server.replicas": 1,
-    "data.limit": 1,
-    "data.max_length": 1,
-    "respond.skip": 0,
-    "respond.limit": 1,
-    "respond.concurrency": 1,
-    "respond.max_new_tokens": 1,
-    "respond.temperature": 0,
-    "respond.samples_per_prompt": 1,
-    "extract.concurrency": 1,
-    "extract.shard_bytes": 1,
-    "verify.recapture": 0,
-    "optimizer.weight_decay": 0,
-    "train.max_steps": 1,
-    "train.tokens_per_batch": 1,
-    "train.accumulation": 1,
-    "train.ttt_steps": 1,
-    "train.step_decay": 0,
-    "train.validation_ratio": 0,
-    "train.simulate_samples": 0,
-    "train.log_every": 1,
-    "train.validate_every": 1,
-    "train.save_every": 1,
-    "train.keep_checkpoints": 1,
-    "eval.concurrency": 1,
-    "eval.max_new_tokens": 1,
-    "eval.num_steps": 1,
-    "eval.warmup": 0,
-    "eval.offline_samples": 1,
-}
-"""Key -> least value; of a list, of each item."""
-
-ABOVE_ZERO = (
-    "server.deadline_s", "server.timeout_s", "respond.top_p", "extract.tokens_per_s",
-    "optimizer.lr", "train.epochs", "train.peak_tflops",
-)  # fmt: skip
+RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "1 or more": (
+        lambda x: x >= 1,
+        (
+            "server.replicas", "data.limit", "data.max_length", "respond.limit",
+            "respond.concurrency", "respond.max_new_tokens", "respond.samples_per_prompt",
+            "extract.concurrency", "extract.shard_bytes", "train.max_steps",
+            "train.tokens_per_batch", "train.accumulation", "train.ttt_steps", "train.log_every",
+            "train.validate_every", "train.save_every", "train.keep_checkpoints",
+            "eval.concurrency", "eval.max_new_tokens", "eval.num_steps", "eval.offline_samples",
+        ),
+    ),
+    "0 or more": (
+        lambda x: x >= 0,
+        (
+            "seed", "respond.skip", "respond.temperature", "verify.recapture",
+            "optimizer.weight_decay", "train.step_decay", "train.simulate_samples", "eval.warmup",
+        ),
+    ),
+    "above 0": (
+        lambda x: x > 0,
+        (
+            "server.deadline_s", "server.timeout_s", "respond.top_p", "extract.tokens_per_s",
+            "optimizer.lr", "train.epochs", "train.peak_tflops",
+        ),
+    ),
+    "0 or more and below 1": (
+        lambda x: 0 <= x < 1,
+        (
+            "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "train.validation_ratio",
+        ),
+    ),
+}  # fmt: skip
+"""What it must be -> whether it is, and the keys; in a list, each item."""
 
 
 def require(config: Config) -> None:
@@ -55,15 +53,17 @@ def require(config: Config) -> None:
     Raises:
         UserError: names the key, the value and what it may be.
     """
-    found = {key: attrgetter(key)(config) for key in (*LEAST, *ABOVE_ZERO)}
+    for words, (holds, keys) in RANGES.items():
+        for key in keys:
+            _require(key, attrgetter(key)(config), words, holds)
+    words = "1 or more"
     for name, benchmark in config.benchmark.items():
-        found[f"benchmark.{name}.limit"] = benchmark.limit
-    for key, value in found.items():
-        if value == []:
-            raise UserError(f"{key}=[] must name at least one")
-        for one in value if isinstance(value, list) else [value]:
-            above, least = key in ABOVE_ZERO, LEAST.get(key, 1)
-            if one is not None and not (one > 0 if above else one >= least):
-                raise UserError(
-                    f"{key}={value} must be {'above 0' if above else f'{least} or more'}"
-                )
+        _require(f"benchmark.{name}.limit", benchmark.limit, words, RANGES[words][0])
+
+
+def _require(key: str, value: object, words: str, holds: Callable[[float], bool]) -> None:
+    if value == []:
+        raise UserError(f"{key}=[] must name at least one")
+    for one in value if isinstance(value, list) else [value]:
+        if one is not None and not holds(one):
+            raise UserError(f"{key}={value} must be {words}")

@@ -142,7 +142,8 @@ def tune(config: Config) -> dict[str, Any]:
     manifest = _manifest(config, target, prompts)
     folder = config.eval_dir / "tune"
     remedy = f"Remove {folder} to measure anew, or choose another run_name."
-    if not manifest.resumes(folder, f"{folder}", remedy):
+    begun = len(list(folder.glob("*.json"))) > 1  # beside the manifest
+    if not manifest.resumes(folder, f"{folder}", remedy, begun):
         manifest.save(folder)
     records = [measured(config, target, prompts, one, folder) for one in (None, *wanted)]
     failed = [{k: r[k] for k in ("speculation", "failed")} for r in records if r["failed"]]

@@ -133,9 +133,10 @@ def respond(config: Config) -> Path:
     work = [r for r in records for _ in range(config.respond.samples_per_prompt)]
     with exclusive(folder):
         remedy = "Resume with the same configuration, or choose another run_name."
-        if not manifest.resumes(folder, f"{folder}", remedy):
+        done = _whole_lines(output)
+        if not manifest.resumes(folder, f"{folder}", remedy, begun=done > 0):
             manifest.save(folder)
-        finishes = _answer_rest(config, target, work, output)
+        finishes = _answer_rest(config, target, work[done:], output)
         manifest.facts = {
             "complete": True,
             "responses": len(work),
@@ -155,9 +156,8 @@ def respond(config: Config) -> Path:
 
 def _answer_rest(config: Config, target: Target, work: list[Record], output: Path) -> Counter[str]:
     """Append the answers that the file lacks; returns how they finished."""
-    done = _whole_lines(output)
     finishes: Counter[str] = Counter()
-    if done == len(work):
+    if not work:
         return finishes
     encoder = ChatEncoder(target.tokenizer, config.target.template_kwargs)
     log_file = config.run_dir / "logs" / "respond-server.log"
@@ -166,7 +166,7 @@ def _answer_rest(config: Config, target: Target, work: list[Record], output: Pat
         pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
         with (
             output.open("a", encoding="utf-8") as file,
-            closing(_answers(pool, encoder, work[done:], config)) as rows,
+            closing(_answers(pool, encoder, work, config)) as rows,
         ):
             for row in rows:
                 finishes[row["finish"]] += 1

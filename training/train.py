@@ -22,12 +22,11 @@ from eagle3.command import command
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.flops import useful_flops
-from eagle3.manifest import NAME as MANIFEST
-from eagle3.manifest import Manifest, require_match
+from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
 from eagle3.ttt import supervised_weight
-from training import checkpoint, limits, optimizer, schedule
+from training import checkpoint, optimizer, schedule
 from training import engine as engines
 from training.data import BatchPlan, Loaded, Split, prefetch
 from training.engine import World
@@ -46,7 +45,6 @@ class Trainer:
     """One run: its data, engine and metrics."""
 
     def __init__(self, config: Config, world: World) -> None:
-        limits.check(config)
         schedule.check(config.optimizer)
         optimizer.check(config)
         self.config, self.world = config, world
@@ -244,17 +242,11 @@ class Trainer:
         found = checkpoint.folders(self.root)
         if found and not self.config.train.resume:
             raise UserError(f"{self.root} holds checkpoints and train.resume is false")
-        if found:
-            remedy = "Resume with the same configuration, or choose another run_name or train_dir."
-            require_match(
-                self.manifest.match, Manifest.load(self.root, KIND).match, f"{self.root}", remedy
-            )
-            return found[-1]
-        if (self.root / MANIFEST).exists():
-            Manifest.load(self.root, KIND)  # another kind of folder is left alone
-        if self.world.rank == 0:  # what ended before a first checkpoint binds nobody
+        remedy = "Resume with the same configuration, or choose another run_name or train_dir."
+        resumes = self.manifest.resumes(self.root, f"{self.root}", remedy, begun=bool(found))
+        if not resumes and self.world.rank == 0:
             self.manifest.save(self.root)
-        return None
+        return found[-1] if found else None
 
     def _metrics(self) -> Metrics:
         if self.world.rank != 0:

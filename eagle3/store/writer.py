@@ -64,11 +64,12 @@ class StoreWriter:
             "Resume with the same configuration, choose another run_name, or delete the folder if "
             "nothing needs it any more."
         )
-        if manifest.resumes(folder, f"the store in {folder}", remedy):
+        begun = bool(index_files(folder))
+        if manifest.resumes(folder, f"the store in {folder}", remedy, begun):
             found = Manifest.load(folder, KIND)
             facts = found.facts
             manifest.match = {**found.match, **manifest.match}
-        elif any(folder.iterdir()):
+        elif any(folder.iterdir()) and not (folder / NAME).exists():
             raise UserError(f"{folder} is not empty and holds no store; choose another folder")
         else:
             manifest.save(folder)

@@ -423,7 +423,7 @@ def of(runs: Path, folder: str, *changes: str) -> Config:
         ("deepspeed.gradient_clipping=0.5", "gradient_clipping: configured 0.5, found 1.0"),
         ("deepspeed.bf16.enabled=true", "bf16: configured True, found False"),
         ("train.max_steps=3", "num_steps: configured 3, found 2"),
-        ("optimizer.lr=1e-3", "optimizer: configured"),
+        ("optimizer.lr=1e-3", "optimizer.lr: configured"),
     ],
 )
 def test_what_would_change_the_result_is_refused(two_steps: Path, change: str, named: str) -> None:
@@ -452,9 +452,9 @@ def test_too_short_a_run_is_refused(store_run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("draft.norm_output=true", "draft: configured"),  # nothing in the weights tells
-        ("draft.vocab_size=128", "draft: configured"),
-        ("draft.intermediate_size=64", "draft: configured"),
+        ("draft.norm_output=true", "draft.norm_output: configured"),  # nothing in the weights tells
+        ("draft.vocab_size=128", "draft.vocab_size: configured"),
+        ("draft.intermediate_size=64", "draft.intermediate_size: configured"),
         ("target.aux_layers=[0,3,4]", "aux_layers: configured"),
     ],
 )

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from eagle3.config import Config, from_dict_config
 from eagle3.errors import UserError
+from eagle3.ranges import RANGES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -63,11 +64,25 @@ def test_missing_values_are_named() -> None:
         ("eval.concurrency=[1,0]", r"eval.concurrency=\[1, 0\] must be 1 or more"),
         ("eval.concurrency=[]", r"eval.concurrency=\[\] must name at least one"),
         ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
+        ("train.keep_checkpoints=0", "must be 1 or more"),  # would keep all
+        ("train.validation_ratio=1", "must be 0 or more and below 1"),
+        ("optimizer.beta2=1", "must be 0 or more and below 1"),
     ],
 )
 def test_numbers_that_nothing_can_be_done_with_are_refused(override: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         load("experiment=ci", override)
+
+
+@pytest.mark.parametrize("key", [key for _, keys in RANGES.values() for key in keys])
+def test_no_number_is_below_zero(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key}=\[?-1.* must be "):
+        load("experiment=ci", f"{key}=-1" if key != "eval.concurrency" else f"{key}=[-1]")
+
+
+def test_what_is_at_the_edge_of_a_range_can_be() -> None:
+    edges = ["train.simulate_samples=0", "train.validation_ratio=0", "train.step_decay=0", "seed=0"]
+    load("experiment=ci", *edges)
 
 
 def test_secrets_stay_out_of_manifests() -> None:

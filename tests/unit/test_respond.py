@@ -104,7 +104,7 @@ def test_other_prompts_do_not_mix(target: Target, tmp_path: Path, fake: Fake) ->
     run = config(target, tmp_path)
     respond.respond(run)
     run.target.template_kwargs = {"enable_thinking": False}
-    with pytest.raises(UserError, match="template_kwargs: configured {'enable_thinking': False}"):
+    with pytest.raises(UserError, match="template_kwargs.enable_thinking: configured False"):
         respond.respond(run)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     run = config(target, tmp_path, [*PROMPTS[:4], {**PROMPTS[4], "tools": tools}])

@@ -134,6 +134,13 @@ def test_resume_with_another_configuration_names_the_keys(tmp_path: Path) -> Non
         StoreWriter(tmp_path / "s", manifest("bf16"), 200)
 
 
+def test_nothing_binds_to_a_store_without_a_shard(tmp_path: Path) -> None:
+    """What a first command got wrong can be corrected under the same name."""
+    StoreWriter(tmp_path / "s", manifest("bf16"), 200)
+    write(tmp_path / "s")
+    assert StoreReader(tmp_path / "s").codec.name == "fp32"
+
+
 def test_a_foreign_folder_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty"):

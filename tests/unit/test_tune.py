@@ -239,7 +239,7 @@ def test_figures_of_another_drafter_or_setting_are_refused(
     servers.started = []
 
     def refused(key: str) -> None:
-        with pytest.raises(UserError, match=rf"(?s)does not match:\n  {key}: .*Remove .*tune"):
+        with pytest.raises(UserError, match=rf"(?s)does not match:\n  {key}\b.*: .*Remove .*tune"):
             tune.tune(config)
 
     weights = config.drafter_dir / "model.safetensors"
@@ -263,12 +263,20 @@ def test_figures_of_another_drafter_or_setting_are_refused(
     assert servers.started == []
 
 
+def test_settings_may_change_while_nothing_is_measured(config: Config, servers: Servers) -> None:
+    servers.failures = {"plain": KeyboardInterrupt}
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(config)
+    servers.failures = {}
+    config.eval.max_new_tokens = 9
+    assert tune.tune(config)["settings"]["eval"]["max_new_tokens"] == 9
+
+
 @pytest.mark.parametrize(
     ("holder", "name", "value"),
     [
         ("eval", "speculative_url", "http://127.0.0.1:1"),
         ("server", "urls", ["http://127.0.0.1:1"]),
-        ("eval", "concurrency", []),
         ("tune", "num_steps", []),
     ],
 )
