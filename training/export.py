@@ -79,7 +79,7 @@ def export(config: Config) -> Path:
             other,
             target,
             aux_layers,
-            config.train.ttt_steps,
+            trained.match["ttt_steps"],
         )
     log.info("exported %s (%s) to %s", chosen.name, kind, config.drafter_dir)
     return config.drafter_dir
@@ -102,6 +102,9 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+    if "--check" in sys.argv:
+        if len(sys.argv) != 3 or sys.argv[1] != "--check":
+            sys.stderr.write("usage: python -m training.export --check FOLDER\n")
+            raise SystemExit(2)
         raise SystemExit(check(Path(sys.argv[2])))
     main()
