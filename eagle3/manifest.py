@@ -13,6 +13,11 @@ from eagle3.errors import UserError
 
 FORMAT = 1
 NAME = "manifest.json"
+MADE_BY = {
+    "responses": "respond", "store": "extract", "checkpoints": "train", "drafter": "export",
+    "eval": "eval", "tune": "tune",
+}  # fmt: skip
+"""Kind of a folder -> the command that writes it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +51,10 @@ class Manifest:
         """
         path = folder / NAME
         if not path.exists():
-            raise UserError(f"{folder} has no {NAME}: it is not a finished {kind} folder")
+            raise UserError(
+                f"{folder} has no {NAME}, so it holds no {kind}: run `{MADE_BY[kind]}` first, or "
+                "correct run_name"
+            )
         try:
             data = json.loads(path.read_text())
         except ValueError as error:

@@ -38,8 +38,8 @@ def offline(config: Config) -> dict[str, Any]:
             "predicted: copy it there, or run eval.live with eval.offline=false"
         )
     target = Target.from_config(config.target)
-    drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
     manifest = Manifest.load(config.drafter_dir, formats.KIND)
+    drafter, aux_layers = formats.load_sglang(config.drafter_dir, target)
     reader = StoreReader(config.store_dir)
     remedy = "Export the drafter that was trained on this store, or extract its store again."
     wanted = {"target": manifest.match["target"], "aux_layers": aux_layers}

@@ -11,9 +11,8 @@ import sys
 from eagle3 import layers, target_shape
 from eagle3.command import command
 from eagle3.config import Config
-from eagle3.store import budget
+from eagle3.store import budget, codecs
 from eagle3.store.budget import Budget, Workload
-from eagle3.store.codecs import CODECS
 from eagle3.target import Target
 from extraction import samples
 from extraction.extract import workload
@@ -21,6 +20,7 @@ from extraction.extract import workload
 
 def plans(config: Config) -> list[Budget]:
     """A budget for every codec."""
+    codecs.get(config.codec.name)
     shape = target_shape.known(config.target)
     aux_layers = config.target.aux_layers or layers.default(shape.num_layers)
     layers.check(aux_layers, shape.num_layers)
@@ -36,7 +36,7 @@ def plans(config: Config) -> list[Budget]:
             hidden_size=shape.hidden_size,
             tokens_per_s=config.extract.tokens_per_s,
         )
-        for codec in CODECS.values()
+        for codec in codecs.CODECS.values()
     ]
 
 

@@ -107,7 +107,7 @@ class Spool:
             UserError: the folder holds something that is not a spool, is a spool with a client at
                 work, or cannot be made.
         """
-        if folder.exists() and any(folder.iterdir()) and not (folder / "secret").exists():
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "secret").exists():
             raise UserError(f"{folder} is not empty and no spool: choose another extract.spools")
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -61,6 +61,7 @@ def test_missing_values_are_named() -> None:
         ("train.epochs=-1", "train.epochs=-1.0 must be above 0"),
         ("optimizer.lr=nan", "optimizer.lr=nan must be above 0"),
         ("verify.recapture=-1", "verify.recapture=-1 must be 0 or more"),
+        ("logger.mode=offlne", "logger.mode=offlne is not one of"),
         ("eval.concurrency=[1,0]", r"eval.concurrency=\[1, 0\] must be 1 or more"),
         ("eval.concurrency=[]", r"eval.concurrency=\[\] must name at least one"),
         ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
@@ -114,11 +115,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["experiment=nonesuch"], "nonesuch"),
         ([], "run_name"),
         (["experiment=ci", "target.path=/nowhere/model"], "target.path=/nowhere/model"),
-        (["experiment=ci", "run_name=empty", "runs_dir=/tmp/eagle3-none"], "manifest.json"),
+        (["experiment=ci", "run_name=empty", "runs_dir=/tmp/eagle3-none"], "run `extract` first"),
     ],
 )
 def test_a_users_mistake_exits_with_2_and_no_traceback(overrides: list[str], named: str) -> None:
     done = run("training.train", *overrides)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert named in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["extraction.plan", "experiment=kimi_k25", "codec.name=fp7"], "codec.name=fp7 is not"),
+        (["extraction.verify", "experiment=ci", "run_name=empty"], "run `extract` first"),
+        (["training.export", "--check"], "usage: python -m training.export --check FOLDER"),
+        (["extraction.spool", "README.md", "1,2"], "cannot make the spool"),
+    ],
+)
+def test_mistakes_of_other_commands(arguments: list[str], named: str) -> None:
+    done = run(*arguments)
     assert done.returncode == 2, done.stderr[-2000:]
     assert named in done.stderr and "Traceback" not in done.stderr
 
