@@ -48,7 +48,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 
 
 def require(config: Config) -> None:
-    """Refuse numbers that nothing could be done with, and a mode that wandb does not have.
+    """Refuse numbers that nothing could be done with; None is none.
 
     Raises:
         UserError: names the key, the value and what it may be.

@@ -61,7 +61,6 @@ def test_missing_values_are_named() -> None:
         ("train.epochs=-1", "train.epochs=-1.0 must be above 0"),
         ("optimizer.lr=nan", "optimizer.lr=nan must be above 0"),
         ("verify.recapture=-1", "verify.recapture=-1 must be 0 or more"),
-        ("logger.mode=offlne", "logger.mode=offlne is not one of"),
         ("eval.concurrency=[1,0]", r"eval.concurrency=\[1, 0\] must be 1 or more"),
         ("eval.concurrency=[]", r"eval.concurrency=\[\] must name at least one"),
         ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
