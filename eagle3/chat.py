@@ -43,7 +43,13 @@ class ChatEncoder:
         self.special_ids = set(tokenizer.all_special_ids)
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """Token ids of a prompt, ending where the assistant starts to speak."""
+        """Token ids of a prompt, ending where the assistant starts to speak.
+
+        Raises:
+            RowError: there is nothing to render, or the template rejects it.
+        """
+        if not messages:
+            raise RowError("no messages")
         return self._ids(self._render(messages, tools, generate=True))
 
     def encode(self, record: Record) -> list[Encoded]:

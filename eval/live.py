@@ -190,10 +190,11 @@ def evaluate(config: Config) -> dict[str, Any]:
     """The whole stage; returns what results.json holds."""
     target = Target.from_config(config.target)
     manifest = require_servable(config, target)
-    if config.server.urls:
+    if config.server.urls and not (config.eval.plain_url or config.eval.speculative_url):
         raise UserError(
-            "eval compares two servers: it starts both, or set eval.plain_url and "
-            "eval.speculative_url instead of server.urls"
+            "eval compares a server without and one with the drafter, so server.urls does not say "
+            "enough: set eval.plain_url and eval.speculative_url, or server.urls=[] to have both "
+            "started here"
         )
     prompts = benchmarks.load(config, target)
     require_measurable(config.eval, prompts)

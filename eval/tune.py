@@ -132,8 +132,8 @@ def tune(config: Config) -> dict[str, Any]:
     """
     if config.server.urls or config.eval.speculative_url:
         raise UserError(
-            "tune starts a server for each setting, which a running one cannot change: unset "
-            "server.urls and eval.speculative_url (eval.plain_url may stay)"
+            "tune starts a server for each setting, which a running one cannot change: set "
+            "server.urls=[] eval.speculative_url=null (eval.plain_url may stay)"
         )
     wanted = combinations(config.tune)
     target = Target.from_config(config.target)

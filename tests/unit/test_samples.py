@@ -14,7 +14,7 @@ from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
 from eagle3.records import parse
-from eagle3.serving.client import Answer
+from eagle3.serving.client import Answer, Client
 from eagle3.target import Target
 from extraction import respond
 from extraction.samples import TokenSample, data_hash, load
@@ -81,6 +81,20 @@ def test_another_weight_is_other_data(target: Target, tmp_path: Path) -> None:
     assert len({identity(None, None), identity(None, 2), identity(2, None), identity(2, 3)}) == 4
     before = TokenSample.of("a", [1, 2, 3], [0, 1, 1])
     assert data_hash([before]) == "edb43c91efea170b00eb8a82d4de6c3790f52421b89c84853836dff11f9a6b3c"
+
+
+def test_a_prompt_that_cannot_be_rendered_has_no_answer(target: Target) -> None:
+    record = parse({"id": "a", "input_ids": [1, 2], "loss_mask": [0, 1]}, 0)
+    row = respond.answer(Client("http://127.0.0.1:9"), ChatEncoder(target.tokenizer), record, {})
+    assert row == {"id": "a", "messages": [], "finish": "refused"}
+
+
+def test_a_tokenizer_without_a_template_is_told(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="has no chat template"):
+        ChatEncoder(target.tokenizer).prompt(TALK[:1])
 
 
 def test_a_prompt_hands_its_weight_to_its_answer(target: Target) -> None:
