@@ -17,17 +17,10 @@ from eval import benchmarks, live, offline
 from eval.baseline import Bigram
 from eval.benchmarks import Prompt
 from eval.differences import first_difference
-from eval.live import require_settings
 from eval.measure import Run
-from eval.speculation import Speculation
 from eval.stats import acceptance
 from tests.chain_drafter import ChainDrafter
 from tests.conftest import make_batch, tiny_drafter
-
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    "{{ messages[-1].content }}"
-)
 
 
 def test_figures_of_a_hand_made_histogram() -> None:

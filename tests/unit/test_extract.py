@@ -134,7 +134,9 @@ def test_a_store_is_verified_against_its_own_target(
     manifest = json.loads(file.read_text())
     manifest["match"]["target"]["weights"] = "of another model"
     file.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"(?s)target.weights: configured .*Verify it with the target"):
+    with pytest.raises(
+        UserError, match=r"(?s)target.weights: configured .*Verify it with the target"
+    ):
         verify.run(run.config)
     file.write_text(file.read_text()[:-5])
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
