@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,7 +66,7 @@ class Target:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The language model's part of config.json (multi-modal models nest it)."""
-        data = json.loads((self.folder / "config.json").read_text())
+        data = target_shape.load(self.folder / "config.json")
         return {**data, **data.get("text_config", {}), "architectures": data["architectures"]}
 
     @property
@@ -129,22 +131,20 @@ class Target:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             names = json.loads(index.read_text())["weight_map"]
+            if missing := sorted(f for f in set(names.values()) if not (self.folder / f).exists()):
+                raise UserError(f"{self.folder} lacks {missing}: the download is not complete")
             return {name: self.folder / file for name, file in names.items()}
         single = self.folder / "model.safetensors"
         if not single.exists():
             raise UserError(f"{self.folder} holds no model.safetensors; convert the weights first")
-        from safetensors import safe_open
-
-        with safe_open(single, "pt") as file:
+        with _opened(single) as file:
             return {name: single for name in file.keys()}  # noqa: SIM118
 
     def _tensor(self, names: tuple[str, ...]) -> Tensor:
-        from safetensors import safe_open
-
         files = self._weight_files()
         for name in names:
             if name in files:
-                with safe_open(files[name], "pt") as file:
+                with _opened(files[name]) as file:
                     return file.get_tensor(name)
         raise UserError(f"{self.folder} holds none of {list(names)}")
 
@@ -158,14 +158,31 @@ class Target:
     def _tokenizer_hash(self) -> str:
         """Of what decides token ids: vocabulary, merges and chat template."""
         vocabularies = [self.folder / name for name in ("tokenizer.json", "tiktoken.model")]
-        template = self.folder / "chat_template.jinja"
+        template, settings = (
+            self.folder / name for name in ("chat_template.jinja", "tokenizer_config.json")
+        )
         if template.exists():
             chat_template = template.read_text()
+        elif settings.exists():
+            chat_template = json.loads(settings.read_text()).get("chat_template")
         else:
-            settings = json.loads((self.folder / "tokenizer_config.json").read_text())
-            chat_template = settings.get("chat_template")
+            raise UserError(f"{self.folder} has no {settings.name}: fetch the target's tokenizer")
         present = [provenance.hash_file(path) for path in vocabularies if path.exists()]
         return provenance.hash_json([present, chat_template])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is damaged, or a Git LFS pointer in place of the weights: fetch it again "
+            f"({error})"
+        ) from error
 
 
 def _from_hub(path: str, revision: str | None) -> Path:

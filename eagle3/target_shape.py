@@ -11,6 +11,21 @@ from eagle3.config import TargetConfig, TargetShape
 from eagle3.errors import UserError
 
 
+def load(path: Path) -> dict[str, Any]:
+    """Contents of a target's config.json.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}): fetch the target again") from error
+    if not (isinstance(data, dict) and data.get("architectures")):
+        raise UserError(f"{path} names no architecture: it is not a language model's")
+    return data
+
+
 def from_json(data: dict[str, Any]) -> TargetShape:
     """From the contents of a config.json; multi-modal models nest the language model's."""
     text = {**data, **data.get("text_config", {})}
@@ -40,7 +55,7 @@ def known(config: TargetConfig) -> TargetShape:
             f"target.path={config.path} has no config.json here and the hub does not give it: set "
             "target.shape (architecture, hidden_size, num_layers, vocab_size), or fetch the model"
         )
-    found = from_json(json.loads(path.read_text()))
+    found = from_json(load(path))
     require_equal(config, found)
     return found
 
