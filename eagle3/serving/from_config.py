@@ -9,6 +9,7 @@ from typing import Any
 
 from eagle3.config import ServerConfig
 from eagle3.errors import UserError
+from eagle3.serving import cpu
 from eagle3.serving.server import Launch, Server, connect, launch
 from eagle3.serving.watch import Limits
 
@@ -24,10 +25,19 @@ def get_servers(
     plugins: Sequence[str] = (),
 ) -> Iterator[list[Server]]:
     """Connect to `server.urls`, or start a server for each of the `envs` with the stage's own args
-    and plugins. Logs of several servers are numbered."""
+    and plugins. Logs of several servers are numbered.
+
+    Raises:
+        UserError: nothing answers at a URL, or `server.backends` cannot run on this machine.
+    """
     if config.urls:
         yield [connect(url, config.api_key, config.timeout_s) for url in config.urls]
         return
+    if cpu.needed() and set(config.backends) - {cpu.ATTENTION_BACKEND}:
+        raise UserError(
+            f"server.backends={config.backends} are for GPUs, and this machine has no GPU: set "
+            "server=cpu (small targets), or server.urls of servers that run elsewhere"
+        )
     whats = launches(config, model, log, args=args, envs=envs, plugins=plugins)
     with launch(*whats, timeout_s=config.timeout_s) as servers:
         yield servers

@@ -1,5 +1,6 @@
 """Commands check their configuration before anything starts: exit 2, a message, no traceback."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_the_readmes_experiment_composes(tmp_path: Path) -> None:
     config = load(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
     assert config.run_name == "mine" and config.optimizer.name == "muon"
     assert config.deepspeed["zero_optimization"]["stage"] == 0
+    running = re.sub(r"^( *)# (urls|extract|eval): ", r"\1\2: ", example, flags=re.MULTILINE)
+    (tmp_path / "experiment" / "running.yaml").write_text(running)
+    config = load(f"hydra.searchpath=[file://{tmp_path}]", "experiment=running")
+    assert config.server.urls == ["http://127.0.0.1:30000"] and config.server.args["tp_size"] == 1
+    assert config.extract.spools == ["/dev/shm/mine"]
+    assert config.eval.plain_url and config.eval.speculative_url
 
 
 @pytest.mark.parametrize("group", ["server", "codec", "optimizer", "deepspeed", "logger", "target"])

@@ -14,8 +14,8 @@ import pytest
 
 from eagle3.config import ServerConfig
 from eagle3.errors import UserError
+from eagle3.serving import cpu, watch
 from eagle3.serving import server as servers
-from eagle3.serving import watch
 from eagle3.serving.client import Client, RequestFailed, RequestRefused, in_order
 from eagle3.serving.from_config import get_servers
 from eagle3.serving.server import Launch, Server, check_version, command, connect
@@ -378,6 +378,18 @@ def test_all_failures_are_told_if_no_backend_works(
     assert tried == ["fa3", "triton"]
     assert "backend fa3 is broken" in str(failure.value)
     assert "backend triton is broken" in str(failure.value)
+
+
+def test_backends_of_gpus_are_refused_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "needed", lambda: True)
+    config = ServerConfig(backends=["fa3", "triton"])
+    with (
+        pytest.raises(UserError, match=r"\['fa3', 'triton'\] .* no GPU: set server=cpu"),
+        get_servers(config, Path("m"), tmp_path / "log"),
+    ):
+        pass
 
 
 def test_replicas_have_places_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
