@@ -37,7 +37,7 @@ from eval.benchmarks import Prompt
 from eval.differences import Differences, differences
 from eval.measure import Run, histograms, measure
 from eval.offline import offline
-from eval.requirements import require_measurable, require_room, require_settings, require_target
+from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
 from eval.speculation import Speculation
 from eval.stats import acceptance
 
@@ -97,7 +97,7 @@ def run_server(
         settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
             k: info.get(k) for k in SETTINGS
         }
-        require_target(info, {config.target.path, str(target.folder)}, server.url)
+        tell_other_target(info, {config.target.path, str(target.folder)}, server.url)
         require_settings(info, args)
         require_room(info, prompts, config.eval.max_new_tokens, speculation)
         for benchmark, items in prompts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from eagle3.errors import UserError
 from eval.benchmarks import Prompt
 from eval.speculation import Speculation
 
+log = logging.getLogger(__name__)
 PATHS = ("model_path", "speculative_draft_model_path")
 
 
 def require_measurable(config: EvalConfig, prompts: dict[str, list[Prompt]]) -> None:
-    """The numbers of concurrent requests make sense for these prompts.
+    """The numbers of concurrent requests make sense for these prompts; where some would never be
+    under way, that is told.
 
     Raises:
         UserError: they do not.
@@ -26,10 +29,10 @@ def require_measurable(config: EvalConfig, prompts: dict[str, list[Prompt]]) -> 
         )
     for name, items in prompts.items():
         if len(items) < max(wanted):
-            raise UserError(
-                f"eval.concurrency={wanted}: benchmark.{name} has {len(items)} prompts, so no more "
-                "requests than that are ever under way. Name no higher concurrency, or more prompts"
-            )
+            log.warning(
+                "benchmark.%s has %d prompts: no more requests than that are under way at "
+                "eval.concurrency=%d", name, len(items), max(wanted),
+            )  # fmt: skip
 
 
 def require_settings(found: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -58,18 +61,14 @@ def _comparable(key: str, value: Any) -> Any:
     return Path(value).resolve() if key in PATHS and value else value
 
 
-def require_target(found: dict[str, Any], names: set[str], url: str) -> None:
-    """A server that was running already serves the target.
+def tell_other_target(found: dict[str, Any], names: set[str], url: str) -> None:
+    """Warn that a server knows its model by another name than the target's.
 
-    Args:
-        names: under which it may know the target.
-
-    Raises:
-        UserError: it serves another model.
+    It may be the same model all the same: elsewhere it lies in another folder.
     """
     served = found.get("model_path")
     if _comparable("model_path", served) not in {_comparable("model_path", n) for n in names}:
-        raise UserError(f"{url} serves {served}, not {sorted(names)}")
+        log.warning("%s serves %s: is it the target, %s?", url, served, " or ".join(sorted(names)))
 
 
 def require_room(

@@ -18,7 +18,7 @@ from eagle3.target import Target
 from eval import live
 from eval.benchmarks import Prompt
 from eval.measure import HISTOGRAM, Run, histograms, measure
-from eval.requirements import require_measurable, require_room, require_settings, require_target
+from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
 from eval.speculation import Speculation
 from eval.stats import acceptance
 
@@ -111,9 +111,15 @@ def test_a_server_that_dies_is_told_with_the_end_of_its_log(
         live.run_server(config, target, {"gsm": PROMPTS}, "plain", None)
 
 
-@pytest.mark.parametrize("wanted", [[], [0, 1], [2, 2], [1, 11]])
-def test_concurrencies_that_cannot_be_measured_are_refused(wanted: list[int]) -> None:
+def test_too_few_prompts_for_a_concurrency_are_told(caplog: pytest.LogCaptureFixture) -> None:
     require_measurable(EvalConfig(concurrency=[1, 10]), {"gsm": PROMPTS})
+    assert caplog.text == ""
+    require_measurable(EvalConfig(concurrency=[1, 11]), {"gsm": PROMPTS})
+    assert "benchmark.gsm has 10 prompts: no more requests" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", [[], [0, 1], [2, 2]])
+def test_concurrencies_that_cannot_be_measured_are_refused(wanted: list[int]) -> None:
     with pytest.raises(UserError, match=r"eval\.concurrency="):
         require_measurable(EvalConfig(concurrency=wanted), {"gsm": PROMPTS})
 
@@ -132,10 +138,17 @@ def test_a_running_server_must_be_the_one_that_was_meant(
         with pytest.raises(UserError, match=key):
             require_settings({**found, key: value}, asked)
     require_settings({"speculative_algorithm": None}, {"speculative_algorithm": None})
-    require_target({"model_path": "org/name"}, {"org/name", "/cache/x"}, "http://x")
-    require_target({"model_path": str(tmp_path / "m")}, {"m"}, "http://x")
-    with pytest.raises(UserError, match="http://x serves org/other, not"):
-        require_target({"model_path": "org/other"}, {"org/name"}, "http://x")
+
+
+def test_another_name_of_the_target_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tell_other_target({"model_path": "org/name"}, {"org/name", "/cache/x"}, "http://x")
+    tell_other_target({"model_path": str(tmp_path / "m")}, {"m"}, "http://x")
+    assert caplog.text == ""
+    tell_other_target({"model_path": "org/other"}, {"org/name"}, "http://x")
+    assert "http://x serves org/other: is it the target, org/name?" in caplog.text
 
 
 def test_the_server_must_have_room_for_the_longest_prompt_and_its_answer() -> None:
