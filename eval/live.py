@@ -150,6 +150,7 @@ def compare(
         "tok_s": {k: v["tok_s"] for k, v in speeds.items()},
         "tok_s_per_request": {k: v["tok_s_per_request"] for k, v in speeds.items()},
         "cached_tokens": {k: v["cached_tokens"] for k, v in speeds.items()},
+        "retries": {k: v["retries"] for k, v in speeds.items()},
         **{
             name: {"plain": value, "speculative": speculative.latencies()[name]}
             for name, value in plain.latencies().items()

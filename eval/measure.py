@@ -34,12 +34,14 @@ class Run:
 
     def speed(self) -> dict[str, float]:
         """tok_s: generated tokens per second of all requests together; tok_s_per_request: mean over
-        requests of their own; cached_tokens: prompt tokens the server did not compute."""
+        requests of their own; cached_tokens: prompt tokens the server did not compute; retries:
+        attempts that failed, whose time is in the others."""
         own = [len(a.output_ids) / a.latency_s for a in self.answers]
         return {
             "tok_s": self.tokens / self.seconds,
             "tok_s_per_request": sum(own) / len(own),
             "cached_tokens": sum(a.meta.get("cached_tokens", 0) for a in self.answers),
+            "retries": sum(a.retries for a in self.answers),
         }
 
     def latencies(self) -> dict[str, float | None]:

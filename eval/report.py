@@ -62,7 +62,7 @@ def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
     lines = aligned(COLUMNS, rows(results))
     live = results["step0_acceptance"]["value"]
-    lines += _differences(results) + _seen(results)
+    lines += _differences(results) + _seen(results) + _retries(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
         name = next(iter(results["benchmarks"]))
         lines.append(
@@ -96,6 +96,18 @@ def _seen(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _retries(results: dict[str, Any]) -> list[str]:
+    """A line for each row with requests that failed at first."""
+    return [
+        f"{name} x{concurrency}: {count} requests to the {side} server failed and were made again; "
+        "its times include the pauses: measure again"
+        for name, runs in results["benchmarks"].items()
+        for concurrency, r in runs.items()
+        for side, count in r["retries"].items()
+        if count
+    ]
+
+
 def write(run_dir: Path, train_dir: Path) -> Path:
     """Write report.md and its plots beside <run>/eval/results.json; return the report's path.
 
@@ -115,7 +127,7 @@ def write(run_dir: Path, train_dir: Path) -> Path:
 def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
     lines += [*markdown(COLUMNS, rows(results)), "", *markdown(LATENCIES, latencies(results))]
-    for line in _differences(results) + _seen(results):
+    for line in _differences(results) + _seen(results) + _retries(results):
         lines += ["", line]
     predicted = results["offline"]
     if predicted is not None:

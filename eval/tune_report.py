@@ -53,11 +53,19 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """A line for each server that could not be measured."""
+    """A line for each server that could not be measured, and for each row with requests that
+    failed at first."""
     lines = []
     for one in results["failed"]:
         name = _name(one["speculation"]) if one["speculation"] else "plain serving"
         lines.append(f"{name} could not be measured: {one['failed'].splitlines()[0]}")
+    for row in results["rows"]:
+        if row["retries"]:
+            name = _name(row["speculation"]) if row["speculation"] else "plain serving"
+            lines.append(
+                f"{name}, {row['benchmark']} x{row['concurrency']}: {row['retries']} requests "
+                "failed and were made again; its times include the pauses"
+            )
     return lines
 
 

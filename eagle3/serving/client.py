@@ -37,7 +37,8 @@ class Answer:
 
     output_ids: generated token ids. finish: "stop" or "length". latency_s: seconds from request to
     answer, on the client's clock. meta: the server's `meta_info`. first_s: seconds to the first
-    tokens, `first_tokens` of them; None if the answer was not streamed.
+    tokens, `first_tokens` of them; None if the answer was not streamed. retries: attempts that
+    failed before; their time is in both.
     """
 
     output_ids: list[int]
@@ -47,6 +48,7 @@ class Answer:
     meta: dict[str, Any] = field(default_factory=dict)
     first_s: float | None = None
     first_tokens: int = 0
+    retries: int = 0
 
 
 class Client:
@@ -133,7 +135,9 @@ class Client:
                     self.url + path, json=body, timeout=self.timeout_s, stream="stream" in body
                 ) as reply:
                     if reply.ok:
-                        return read(reply, start)
+                        answer = read(reply, start)
+                        answer.retries = attempt
+                        return answer
                     text = reply.text[:300]
                 problem = f"HTTP {reply.status_code}: {text}"
                 if reply.status_code in REFUSED:

@@ -156,6 +156,7 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
         "identical_outputs": 0.5, "ttft_ms": {"plain": 10.0, "speculative": 12.0},
         "ttft_p95_ms": {"plain": 20.0, "speculative": 22.0},
         "itl_ms": {"plain": 5.0, "speculative": None},
+        "retries": {"plain": 2, "speculative": 0},
         "differences": dict(outputs=3, ended=1, margin_median=0.01, margin_max=0.0625),
     }  # fmt: skip
     results = {
@@ -172,6 +173,8 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     assert "2 prompts of gsm are in the drafter's training data" in text
     assert "2 prompts of gsm are in the drafter's training data" in report.summary(results)
     assert "training data" not in report.summary({**results, "prompts_in_training": None})
+    told = "gsm x1: 2 requests to the plain server failed and were made again"
+    assert told in text and told in report.summary(results) and "speculative server" not in text
     predicted = report.summary({**results, "offline_step0_acceptance": 0.25})
     assert "live 50.0% on gsm, offline prediction 25.0%" in predicted
     plots = {"acceptance.png", "speed.png"}
@@ -303,6 +306,8 @@ def test_latencies_of_streamed_answers() -> None:
     found = run.latencies()
     assert found["ttft_ms"] == pytest.approx(600) and found["ttft_p95_ms"] == pytest.approx(690)
     assert found["itl_ms"] == pytest.approx((100 + 200) / 2)  # the third had all tokens at once
-    assert run.speed()["tok_s"] == pytest.approx(9)
+    assert run.speed()["tok_s"] == pytest.approx(9) and run.speed()["retries"] == 0
+    answers[1].retries = 2
+    assert run.speed()["retries"] == 2
     unknown = Run(answers=[answer(None, 0, 4, 1.0)], seconds=1.0, concurrency=1)
     assert set(unknown.latencies().values()) == {None}

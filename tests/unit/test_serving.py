@@ -171,7 +171,8 @@ def test_a_failed_attempt_is_part_of_the_latency(http_server, stream: bool) -> N
     replies += [(500, {}), (200, events(OK) if stream else OK)]
     client = Client(url)
     client.retry_waits_s = (0.1,)
-    assert client.generate([1], {}, stream=stream).latency_s > 0.1
+    answer = client.generate([1], {}, stream=stream)
+    assert answer.latency_s > 0.1 and answer.retries == 1
 
 
 def test_server_errors_are_retried(http_server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ class Servers:
         self.failures: dict[str, Exception | type[BaseException]] = {}
         self.started: list[str] = []
         self.says: dict[str, int] = {}
+        self.retries = 0
 
     def __call__(self, config, target, prompts, name, speculation):
         key = speculation.name if speculation else "plain"
@@ -52,7 +53,14 @@ class Servers:
                 # both benchmarks take as long, so that the total is the mean of their speeds
                 tokens = round(self.speeds[key][concurrency][place] * 10)
                 run = Run(
-                    answers=[Answer(output_ids=[word] * tokens, finish="stop", latency_s=20.0)],
+                    answers=[
+                        Answer(
+                            output_ids=[word] * tokens,
+                            finish="stop",
+                            latency_s=20.0,
+                            retries=self.retries,
+                        )
+                    ],
                     seconds=10.0,
                     concurrency=concurrency,
                 )
@@ -185,6 +193,14 @@ def test_a_failed_combination_is_told_left_out_and_tried_again(
     servers.failures, servers.started = {}, []
     assert tune.tune(config)["best"]["1"]["speculation"]["num_steps"] == 2
     assert servers.started == ["steps2_topk1_tokens3"]
+
+
+def test_requests_that_were_made_again_are_told(config: Config, servers: Servers) -> None:
+    servers.retries = 3
+    results = tune.tune(config)
+    told = "steps 1, topk 1, draft tokens 2, b x8: 3 requests failed and were made again"
+    assert told in tune_report.summary(results)
+    assert told in tune_report.write(config.run_dir).read_text()
 
 
 def test_without_plain_speeds_nothing_is_said_against_them(
