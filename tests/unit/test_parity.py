@@ -140,6 +140,10 @@ def test_distance_is_a_share_of_the_verify_steps() -> None:
     assert distance([[3, 1]], [[3, 1]]) == 0
     assert distance([[4, 0]], [[0, 4]]) == 1
     assert distance([[4, 0], [4, 0]], [[4, 0], [2, 2]]) == 0.25
+    # one step of each answer is spared: two moved of the second, none of the first
+    assert distance([[4, 0], [4, 0]], [[4, 0], [2, 2]], spared=1) == 0.125
+    # answers of two steps whose last one accepted a draft beyond the end
+    assert distance([[1, 1]] * 9, [[2, 0]] * 9, spared=1) == 0
 
 
 def test_few_prompts_do_not_hide_a_fault() -> None:
@@ -150,7 +154,7 @@ def test_few_prompts_do_not_hide_a_fault() -> None:
     there, here = acceptance(live), acceptance(ours)
     assert there.step0_ci95[0] < here.step0 < there.step0_ci95[1]
     assert there.accept_length_ci95[0] < here.accept_length < there.accept_length_ci95[1]
-    assert not parity.agrees(there, here, distance(live, ours))
+    assert not parity.agrees(there, here, distance(live, ours, spared=1))
     assert not parity.agrees(there, acceptance([[0, 0, 0, 9]]), 0.0)
 
 
