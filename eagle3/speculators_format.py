@@ -39,6 +39,7 @@ def save(
     """Write a drafter folder through speculators' own model class.
 
     Raises:
+        UserError: a whole vocabulary in another order than the target's.
         RuntimeError: its class does not take exactly our tensors.
     """
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -82,6 +83,13 @@ def save(
     )
     model = Eagle3DraftModel(config)
     tensors = {_theirs(name): tensor for name, tensor in drafter.state_dict().items()}
+    if ours.draft_vocab_size == ours.vocab_size:  # then its class has no maps
+        if tensors.pop("d2t").any():
+            raise UserError(
+                "speculators' format holds a whole vocabulary in the target's order only: set "
+                "export.speculators=false"
+            )
+        del tensors["t2d"]
     result = model.load_state_dict(tensors, strict=False)
     missing = [k for k in result.missing_keys if not k.startswith("verifier_")]
     if missing or result.unexpected_keys:

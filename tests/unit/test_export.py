@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,16 @@ from training.export import check
 AUX = [1, 3, 4]
 
 
-def target_drafter(target: Target, **options: object) -> Drafter:
+def target_drafter(target: Target, size: int = 256, **options: Any) -> Drafter:
+    """size: of the draft vocabulary."""
     torch.manual_seed(0)
-    config = DrafterConfig.for_target(target.config, 3, draft_vocab_size=256, **options)
-    vocab = DraftVocab.build(torch.randint(0, 99, (target.vocab_size,)), 256)
+    config = DrafterConfig.for_target(target.config, 3, draft_vocab_size=size, **options)
+    vocab = DraftVocab.build(torch.randint(0, 99, (target.vocab_size,)), size)
     return Drafter.fresh(config, vocab, target.embeddings(), target.lm_head())
 
 
 def write(
-    target: Target, folder: Path, dtype: torch.dtype = torch.float32, **options: object
+    target: Target, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Drafter:
     drafter = target_drafter(target, **options)
     export.save_sglang(drafter, folder, target, AUX, dtype, Manifest(kind="drafter", match={}))
@@ -33,8 +35,11 @@ def write(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3}],
-)
+    [
+        {}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3},
+        {"size": 2048},
+    ],
+)  # fmt: skip
 def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) -> None:
     drafter = write(target, tmp_path, **options)
     again, aux_layers = export.load_sglang(tmp_path, target)

@@ -61,8 +61,11 @@ def their_forward(model: torch.nn.Module, batch: Batch, mask: torch.Tensor | Non
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3}],
-)
+    [
+        {}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}, {"num_layers": 3},
+        {"size": 2048},
+    ],
+)  # fmt: skip
 def test_logits_of_every_step_are_the_same(target: Target, tmp_path: Path, options: dict) -> None:
     drafter = target_drafter(target, **options)
     speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
@@ -116,7 +119,9 @@ def test_their_loader_reads_back_every_tensor(
     assert model.config.transformer_layer_config.rope_parameters["rope_theta"] == 10000.0
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 3}, {"fc_norm": True, "norm_output": True}, {"size": 2048}]
+)
 def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) -> None:
     drafter = target_drafter(target, **options)
     speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
@@ -127,6 +132,14 @@ def test_round_trip_is_bit_equal(target: Target, tmp_path: Path, options: dict) 
     assert check(tmp_path) == 0
     found = speculators_format.load_vocab(tmp_path, target.vocab_size)
     assert torch.equal(found.target_ids, drafter.vocab.target_ids)
+
+
+def test_a_whole_vocabulary_in_another_order_is_refused(target: Target, tmp_path: Path) -> None:
+    """There are no maps to say it in."""
+    drafter = target_drafter(target, size=2048)
+    drafter.d2t[0], drafter.d2t[1] = 1, -1
+    with pytest.raises(UserError, match="export.speculators=false"):
+        speculators_format.save(drafter, tmp_path, target, AUX, STEPS)
 
 
 def test_a_drafter_that_speculators_made_is_understood(target: Target, tmp_path: Path) -> None:
