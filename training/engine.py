@@ -143,11 +143,17 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     if (clipping := theirs.get("gradient_clipping", 0.0)) < 0:
         raise UserError(f"deepspeed.gradient_clipping={clipping} must be at least 0; 0 is none")
     zero = dict(theirs.get("zero_optimization") or {})
-    for part in ("offload_optimizer", "offload_param"):
-        if (zero.get(part) or {}).get("device", "none") not in ("none", "cpu"):
+    for part, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = (zero.get(part) or {}).get("device") or "none"
+        if device not in ("none", "cpu"):
             raise UserError(
                 f"deepspeed.zero_optimization.{part}.device must be cpu or none: checkpoints need "
                 "the optimizer state in memory"
+            )
+        if device == "cpu" and zero.get("stage", 0) < least:
+            raise UserError(
+                f"deepspeed.zero_optimization.{part} does nothing below ZeRO stage {least}: set "
+                f"deepspeed.zero_optimization.stage={least}, or remove it"
             )
     accumulated = (theirs.get("data_types") or {}).get("grad_accum_dtype")
     if uses_bf16(config) and zero.get("stage", 0) == 0 and accumulated == "fp32":

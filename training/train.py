@@ -47,6 +47,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         schedule.check(config.optimizer)
         optimizer.check(config)
+        engines.deepspeed_config(config)
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
@@ -270,7 +271,7 @@ class Trainer:
     def close(self) -> None:
         """Let go of the engine: a sweep's next training, in the same process, needs its memory.
 
-        DeepSpeed's hooks would keep it (with ZeRO 3, which gains nothing here, others still do).
+        DeepSpeed's hooks would keep it; with ZeRO 3 or a grad_accum_dtype something still does.
         Only after a whole run: it waits for the GPU, on which an error may have left work that
         never ends.
         """

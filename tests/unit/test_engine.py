@@ -50,6 +50,11 @@ def test_zero_3_keeps_every_parameter_whole() -> None:
         ({"bfloat16": {"enabled": True}}, "deepspeed.bf16"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"managed_gradient_accumulation": False}, "train.accumulation"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "below ZeRO stage 1"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "below ZeRO stage 3",
+        ),
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
         (
             {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
