@@ -39,7 +39,11 @@ PROBE_SAMPLES = 32
 
 
 class Extraction:
-    """One run: what is to be captured, and the store it goes to."""
+    """One run: what is to be captured, and the store it goes to.
+
+    Raises:
+        UserError: there is nothing to capture, or the codec does not fit the target.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -47,6 +51,9 @@ class Extraction:
         self.target = Target.from_config(config.target)
         self.aux_layers = self.target.aux_layers(config.target.aux_layers)
         self.codec = codecs.get(config.codec.name)
+        width = self.target.hidden_size
+        row = {"aux": torch.zeros(1, len(self.aux_layers) * width), "final": torch.zeros(1, width)}
+        self.codec.encode(**row)  # raises if it cannot do that width
         self.todo, self.skipped = samples_module.load(config, self.target)
 
     def run(self) -> None:

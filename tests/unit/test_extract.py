@@ -180,3 +180,13 @@ def test_a_store_from_before_that_was_recorded_can_be_finished(run: Extraction, 
     fake.rejects = set()
     run.run()
     assert StoreReader(run.folder).manifest.match["server"]["dtype"] == "bfloat16"
+
+
+def test_a_codec_that_does_not_fit_the_target_is_told_before_a_server_starts(
+    run: Extraction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.config.codec.name = "int4"
+    Extraction(run.config)
+    monkeypatch.setattr(Target, "hidden_size", 100)
+    with pytest.raises(UserError, match="multiple of 32.*take codec=fp8"):
+        Extraction(run.config)
