@@ -29,7 +29,7 @@ def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None
             from eagle3 import logging as console
 
             console.setup()
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let servers be ended
+            end_by_signals()
             ConfigStore.instance().store(name="schema", node=Config)
             started = False
 
@@ -53,6 +53,16 @@ def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None
         return main
 
     return decorate
+
+
+def end_by_signals() -> None:
+    """Have a request to end, or a terminal that is gone, end servers and spools, too.
+
+    What is ignored (SIGHUP under nohup) stays so.
+    """
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(kind) != signal.SIG_IGN:
+            signal.signal(kind, lambda number, _: sys.exit(128 + number))
 
 
 def recorded(name: str, config: Config) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Manifests, metrics and usage: what a run leaves behind for people and for later stages."""
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle3 import usage
-from eagle3.command import recorded
+from eagle3.command import end_by_signals, recorded
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match
@@ -137,3 +138,21 @@ def test_capturing_evals_answers_is_a_stage_of_its_own(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "x" / "usage.json").read_text())) == {
         "extract", "extract eval's answers",
     }  # fmt: skip
+
+
+def test_a_lost_terminal_ends_a_command_as_a_request_to_end_does() -> None:
+    """With what it started and made in memory; under nohup it goes on."""
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for kind, status in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+            signal.signal(kind, signal.SIG_DFL)
+            end_by_signals()
+            with pytest.raises(SystemExit) as end:
+                signal.raise_signal(kind)
+            assert end.value.code == status
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        end_by_signals()
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
