@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 from eagle3.config import Config
 from eagle3.errors import UserError
@@ -61,7 +62,7 @@ def require(config: Config) -> None:
         _require(f"benchmark.{name}.limit", benchmark.limit, words, RANGES[words][0])
 
 
-def _require(key: str, value: object, words: str, holds: Callable[[float], bool]) -> None:
+def _require(key: str, value: Any, words: str, holds: Callable[[float], bool]) -> None:
     if value == []:
         raise UserError(f"{key}=[] must name at least one")
     for one in value if isinstance(value, list) else [value]:
