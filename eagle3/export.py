@@ -191,7 +191,8 @@ def load_sglang(folder: Path, target: Target) -> tuple[Drafter, list[int]]:
     """
     data = load_config(folder)
     refuse(folder, problems(folder))
-    drafter = assemble(folder, drafter_config(data), _tensors(folder), target)
+    config = drafter_config(data)
+    drafter = assemble(folder, config, _tensors(folder, config), target)
     ids = data["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     return drafter, from_sglang(ids, target.architecture)
 
@@ -222,9 +223,10 @@ def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
         UserError: the folder has problems, or another target vocabulary.
     """
     refuse(folder, problems(folder))
-    if (found := load_config(folder)["vocab_size"]) != vocab_size:
+    config = drafter_config(load_config(folder))
+    if (found := config.vocab_size) != vocab_size:
         raise UserError(f"the drafter in {folder} is for {found} target tokens, not {vocab_size}")
-    return DraftVocab.from_d2t(_tensors(folder)["d2t"], vocab_size)
+    return DraftVocab.from_d2t(_tensors(folder, config)["d2t"], vocab_size)
 
 
 def refuse(folder: Path, found: list[str]) -> None:
@@ -251,7 +253,7 @@ def problems(folder: Path) -> list[str]:
     # SGLang loads every such file of the folder, whatever its name
     others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != WEIGHTS)
     found += [f"{name} beside {WEIGHTS} would be loaded as well" for name in others]
-    return found + tensor_problems(config, _tensors(folder))
+    return found + tensor_problems(config, _tensors(folder, config))
 
 
 def unreadable(error: Exception) -> str:
@@ -332,7 +334,16 @@ def _vocab_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
     return [] if torch.equal(mask, t2d.bool()) else ["t2d disagrees with d2t"]
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     """By our names; newer checkpoints call the first layer `layers.0`."""
     tensors = load_tensors(folder)
-    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    ours = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    return with_maps(ours, config)
+
+
+def with_maps(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+    """A drafter of the whole vocabulary may come without maps: token i is token i then."""
+    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
+        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+        tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
+    return tensors

@@ -26,6 +26,7 @@ from eagle3.export import (
     rope_theta,
     tensor_problems,
     unreadable,
+    with_maps,
 )
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
@@ -173,10 +174,7 @@ def _tensors(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     """By our names, without embeddings; a drafter of the whole vocabulary needs no maps."""
     tensors = {_ours(name): tensor for name, tensor in load_tensors(folder).items()}
     tensors.pop("embed_tokens.weight", None)
-    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
-        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-        tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
-    return tensors
+    return with_maps(tensors, config)
 
 
 def _config_problems(data: dict[str, Any]) -> list[str]:

@@ -132,6 +132,16 @@ def test_a_missing_value_is_named(target: Target, tmp_path: Path) -> None:
     assert export.problems(tmp_path) == ["config.json has no intermediate_size"]
 
 
+def test_a_whole_vocabulary_needs_no_maps(target: Target, tmp_path: Path) -> None:
+    """SGLang serves such a drafter; with fewer tokens it would not know which they are."""
+    write(target, tmp_path, size=2048)
+    damage_tensor(tmp_path, "d2t", None)
+    damage_tensor(tmp_path, "t2d", None)
+    again, _ = export.load_sglang(tmp_path, target)
+    assert torch.equal(again.vocab.target_ids, torch.arange(2048)) and again.t2d.all()
+    assert torch.equal(export.load_vocab(tmp_path, 2048).target_ids, torch.arange(2048))
+
+
 def test_weights_beside_the_weights_are_a_problem(target: Target, tmp_path: Path) -> None:
     write(target, tmp_path)
     save_file({"fc.weight": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
