@@ -86,7 +86,7 @@ def test_another_weight_is_other_data(target: Target, tmp_path: Path) -> None:
 def test_a_prompt_that_cannot_be_rendered_has_no_answer(target: Target) -> None:
     record = parse({"id": "a", "input_ids": [1, 2], "loss_mask": [0, 1]}, 0)
     row = respond.answer(Client("http://127.0.0.1:9"), ChatEncoder(target.tokenizer), record, {})
-    assert row == {"id": "a", "messages": [], "finish": "refused"}
+    assert row == {"id": "a", "messages": [], "output_ids": [], "finish": "refused"}
 
 
 def test_a_tokenizer_without_a_template_is_told(
