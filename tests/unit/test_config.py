@@ -69,6 +69,7 @@ def test_missing_values_are_named() -> None:
         ("verify.recapture=-1", "verify.recapture=-1 must be 0 or more"),
         ("eval.concurrency=[1,0]", r"eval.concurrency=\[1, 0\] must be 1 or more"),
         ("eval.concurrency=[]", r"eval.concurrency=\[\] must name at least one"),
+        ("draft.num_key_value_heads=0", "draft.num_key_value_heads=0 must be 1 or more"),
         ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
         ("train.keep_checkpoints=0", "must be 1 or more"),  # would keep all
         ("train.validation_ratio=1", "must be 0 or more and below 1"),
