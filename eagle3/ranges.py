@@ -18,7 +18,9 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         (
             "server.replicas", "data.limit", "data.max_length", "respond.limit",
             "respond.concurrency", "respond.max_new_tokens", "respond.samples_per_prompt",
-            "extract.concurrency", "extract.shard_bytes", "train.max_steps",
+            "extract.concurrency", "extract.shard_bytes", "draft.intermediate_size",
+            "draft.num_attention_heads", "draft.num_key_value_heads", "draft.head_dim",
+            "draft.num_layers", "train.max_steps",
             "train.tokens_per_batch", "train.accumulation", "train.ttt_steps", "train.log_every",
             "train.validate_every", "train.save_every", "train.keep_checkpoints",
             "eval.concurrency", "eval.max_new_tokens", "eval.num_steps", "eval.offline_samples",
