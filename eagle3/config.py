@@ -361,6 +361,11 @@ class Config:
         return self.run_dir / "eval"
 
     @property
+    def outputs_file(self) -> Path:
+        """Every request that `eval` measured."""
+        return self.eval_dir / "outputs.jsonl"
+
+    @property
     def eval_store_dir(self) -> Path:
         """Hidden states of the answers that `eval` measured."""
         return self.eval_dir / "store"

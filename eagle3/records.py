@@ -5,9 +5,7 @@ Forms, told apart by their keys: our own responses (`messages` + `output_ids`), 
 (`input_ids` with a `loss_mask`, or a prompt's `input_ids` with `output_ids`), OpenAI `messages`,
 ShareGPT `conversations` (from/value or role/content), UltraChat `prompt` + `messages` or `data`,
 Alpaca (`instruction`/`input`/`output`), GSM8K (`question`/`answer`), MT-Bench `turns`, plain
-`prompt`. JSON Lines and JSON are read row by row, so that mixed types across rows cannot break a
-schema; Parquet and hub data sets go through `datasets`. A row of any form may carry `weight`, the
-factor of its losses in training.
+`prompt`. A row of any form may carry `weight`, the factor of its losses in training.
 """
 
 from __future__ import annotations
@@ -16,20 +14,18 @@ import contextlib
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from eagle3.errors import UserError
+from eagle3.rows import rows
 
 Message = dict[str, Any]
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
 }  # fmt: skip
-
-
 TOKEN_COLUMNS = {"input_ids", "output_ids", "loss_mask"}
 """Columns that hold no text."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
@@ -90,7 +86,7 @@ def stream(
     """
     found = 0
     unusable: Counter[str] = Counter()
-    for number, (place, row) in enumerate(_rows(path, split)):
+    for number, (place, row) in enumerate(rows(path, split)):
         if limit is not None and found >= limit:
             break
         try:
@@ -105,68 +101,6 @@ def stream(
     skipped += unusable
     if not found:
         raise UserError(f"no usable row in {path}; skipped: {dict(unusable)}")
-
-
-def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Each row, after where it is."""
-    file = Path(path)
-    if file.suffix == ".jsonl":
-        _require(file)
-        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        row = None
-                    yield f"line {number}", row
-    elif file.suffix == ".json":
-        _require(file)
-        try:
-            data = json.loads(file.read_text(encoding="utf-8-sig", errors="surrogateescape"))
-        except ValueError as error:
-            raise UserError(
-                f"{file} is not JSON ({error}); a file with a row on each line is named .jsonl"
-            ) from error
-        yield from _numbered(data if isinstance(data, list) else [data])
-    else:
-        yield from _numbered(_data_set(path, split))
-
-
-def _data_set(path: str, split: str) -> Iterable[Any]:
-    """A Parquet file, or a data set of the hub."""
-    import datasets
-    import pyarrow
-
-    file = Path(path)
-    try:
-        if file.suffix == ".parquet":
-            _require(file)
-            return datasets.load_dataset("parquet", data_files=str(file), split="train")
-        name, _, subset = path.partition(":")
-        return datasets.load_dataset(name, subset or None, split=split)
-    except UserError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,  # a data set that is a script
-        datasets.exceptions.DatasetsError,
-        pyarrow.ArrowException,
-    ) as error:
-        raise UserError(
-            f"{path} (split {split}) cannot be read, neither as a .jsonl, .json or .parquet file "
-            f"nor from the hub: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _require(file: Path) -> None:
-    if not file.exists():
-        raise UserError(f"data file {file} does not exist")
 
 
 def parse(row: Any, number: int) -> Record:

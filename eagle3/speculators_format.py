@@ -16,18 +16,17 @@ from torch import Tensor
 
 from eagle3 import layers
 from eagle3.drafter import NORMS, Drafter, DrafterConfig
-from eagle3.errors import UserError
-from eagle3.export import (
+from eagle3.drafter_folder import (
     UNREADABLE,
-    assemble,
     load_config,
     load_tensors,
     refuse,
-    rope_theta,
     tensor_problems,
     unreadable,
     with_maps,
 )
+from eagle3.errors import UserError
+from eagle3.export import assemble, rope_theta
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 

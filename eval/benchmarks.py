@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from eagle3.chat import ChatEncoder
 from eagle3.config import BenchmarkConfig, Config
 from eagle3.errors import UserError
 from eagle3.records import Record, RowError, read
 from eagle3.target import Target
-from eagle3.walk import generated_spans
 
 log = logging.getLogger(__name__)
 
@@ -64,30 +60,3 @@ def _prompt(record: Record, encoder: ChatEncoder) -> Prompt:
     if not record.messages:
         raise RowError("tokens in place of messages")
     return Prompt(id=record.id, input_ids=encoder.prompt(record.prompt, record.tools))
-
-
-def seen(
-    prompts: dict[str, list[Prompt]], samples: Iterable[tuple[Tensor, Tensor]]
-) -> dict[str, int]:
-    """How many prompts of each benchmark were answered in these samples (token ids, loss mask).
-
-    Of a drafter's training they should be none: on what it was trained on, it is accepted more.
-    """
-    wanted = {tuple(p.input_ids) for items in prompts.values() for p in items}
-    lengths = {len(ids) for ids in wanted}
-    answered = {
-        tuple(ids[:start].tolist())
-        for ids, mask in samples
-        for start, _ in generated_spans(mask.tolist())
-        if start in lengths
-    }
-    found = {
-        name: sum(tuple(p.input_ids) in answered for p in items) for name, items in prompts.items()
-    }
-    for name, count in found.items():
-        if count:
-            log.warning(
-                "benchmark %s: %d of %d prompts are in the drafter's training data",
-                name, count, len(prompts[name]),
-            )  # fmt: skip
-    return found

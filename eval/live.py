@@ -8,7 +8,6 @@ one before it.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from eagle3 import export as formats
 from eagle3 import provenance
@@ -29,14 +26,15 @@ from eagle3.metrics import Wandb
 from eagle3.serving.client import Client, RequestFailed
 from eagle3.serving.from_config import get_server
 from eagle3.serving.server import Server, require_drafter_flags
-from eagle3.store.reader import StoreReader
 from eagle3.target import Target
-from eval import benchmarks, report
+from eval import benchmarks, outputs, report
 from eval.baseline import Bigram
 from eval.benchmarks import Prompt
 from eval.differences import Differences, differences
+from eval.held_out import prompts_in, trained_on
 from eval.measure import Run, histograms, measure
 from eval.offline import offline
+from eval.outputs import Runs
 from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
 from eval.speculation import Speculation
 from eval.stats import acceptance
@@ -47,7 +45,6 @@ SETTINGS = (
     "max_running_requests",  # SGLang lowers it where it speculates: more requests then wait
 )  # fmt: skip
 """Of a server, beside those of speculation, to be recorded."""
-Runs = dict[tuple[str, int], Run]
 
 
 def require_servable(config: Config, target: Target) -> Manifest:
@@ -173,20 +170,6 @@ def compare(
     return figures
 
 
-def _trained_on(config: Config) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] | None:
-    """What goes through the samples that the drafter was trained on, giving each one's token ids
-    and loss mask; None if their store is not at hand."""
-    if not config.store_dir.exists():
-        return None
-    reader = StoreReader(config.store_dir)
-    drafter = Manifest.load(config.drafter_dir, formats.KIND)
-    if drafter.inputs["store"] != reader.manifest.hash():
-        log.warning("%s is another store than the drafter's", config.store_dir)
-        return None
-    trained = set(range(len(reader))) - set(drafter.facts["validation_samples"])
-    return lambda: (reader.tokens(number) for number in sorted(trained))
-
-
 def evaluate(config: Config) -> dict[str, Any]:
     """The whole stage; returns what results.json holds."""
     target = Target.from_config(config.target)
@@ -200,8 +183,8 @@ def evaluate(config: Config) -> dict[str, Any]:
     prompts = benchmarks.load(config, target)
     require_measurable(config.eval, prompts)
     predicted = offline(config) if config.eval.offline else None
-    samples = _trained_on(config)
-    seen = samples and benchmarks.seen(prompts, samples())
+    samples = trained_on(config)
+    seen = samples and prompts_in(samples(), prompts)
     bigram = samples and Bigram(ids[mask].tolist() for ids, mask in samples())
     chain = Speculation.chain(config.eval.num_steps)
     speculative, settings = run_server(config, target, prompts, "eval-speculative", chain)
@@ -237,7 +220,7 @@ def evaluate(config: Config) -> dict[str, Any]:
         },
     }
     write_json(config.eval_dir / "results.json", results)
-    _write_outputs(config.eval_dir / "outputs.jsonl", prompts, plain, speculative)
+    outputs.write(config.outputs_file, prompts, plain, speculative)
     Manifest(
         kind="eval",
         match={"target": target.identity()},
@@ -245,35 +228,6 @@ def evaluate(config: Config) -> dict[str, Any]:
         inputs={"drafter": manifest.hash()},
     ).save(config.eval_dir)
     return results
-
-
-def _write_outputs(
-    path: Path, prompts: dict[str, list[Prompt]], plain: Runs, speculative: Runs
-) -> None:
-    """Every request's tokens and histogram, so that figures can be looked into and recomputed."""
-    lines = []
-    for (name, concurrency), run in speculative.items():
-        for prompt, before, answer, histogram in zip(
-            prompts[name],
-            plain[name, concurrency].answers,
-            run.answers,
-            run.histograms,
-            strict=True,
-        ):
-            row = {
-                "benchmark": name,
-                "concurrency": concurrency,
-                "id": prompt.id,
-                "input_ids": prompt.input_ids,
-                "output_ids": answer.output_ids,
-                "identical": answer.output_ids == before.output_ids,
-                "histogram": histogram,
-                "seconds": {"plain": before.latency_s, "speculative": answer.latency_s},
-            }
-            lines.append(json.dumps(row) + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(lines))
-    temporary.rename(path)
 
 
 def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ def parity(config: Config) -> dict[str, Any]:
     Raises:
         UserError: nothing was measured or captured, or of another drafter or target.
     """
-    outputs = config.eval_dir / "outputs.jsonl"
+    outputs = config.outputs_file
     if not outputs.exists():
         raise UserError(f"{outputs} is missing: run `eval` first")
     target = Target.from_config(config.target)

@@ -110,7 +110,7 @@ def _unfit(part: Encoded, max_length: int, vocab_size: int) -> str | None:
 def _sources(config: Config, target: Target) -> list[tuple[str, float]]:
     """Files to read, and what their rows' weights are multiplied by."""
     if config.extract.of_eval:
-        outputs = config.eval_dir / "outputs.jsonl"
+        outputs = config.outputs_file
         if not outputs.exists():
             raise UserError(f"extract.of_eval=true, but {outputs} is missing: run `eval` first")
         return [(str(outputs), 1.0)]

@@ -13,6 +13,7 @@ from eagle3 import provenance, speculators_format
 from eagle3.batch import MASKS
 from eagle3.config import Config, DraftConfig
 from eagle3.drafter import Drafter, DrafterConfig
+from eagle3.drafter_folder import WEIGHTS
 from eagle3.errors import UserError
 from eagle3.loss import LOSSES, Teacher
 from eagle3.manifest import require_match
@@ -78,7 +79,7 @@ def init_identity(config: Config) -> str | None:
             f"train.init_from={folder} is where export writes this run's drafter; neither training "
             "nor export could go on then: copy it elsewhere"
         )
-    weights = folder / formats.WEIGHTS
+    weights = folder / WEIGHTS
     if not weights.exists():
         raise UserError(f"train.init_from={folder} holds no {weights.name}")
     return provenance.hash_file(weights)

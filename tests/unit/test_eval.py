@@ -13,7 +13,7 @@ from eagle3.manifest import Manifest
 from eagle3.serving.client import Answer
 from eagle3.target import Target
 from eagle3.walk import generated_spans, marginals, sample_histograms, walk
-from eval import benchmarks, live, offline
+from eval import benchmarks, held_out, live, offline
 from eval.baseline import Bigram
 from eval.benchmarks import Prompt
 from eval.differences import first_difference
@@ -228,7 +228,7 @@ def test_a_benchmark_without_a_usable_prompt_is_a_mistake(target: Target, tmp_pa
 
 def test_prompts_that_training_saw_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     prompts = {
-        "held_out": [Prompt(id="a", input_ids=[1, 2]), Prompt(id="b", input_ids=[1, 2, 3])],
+        "fresh": [Prompt(id="a", input_ids=[1, 2]), Prompt(id="b", input_ids=[1, 2, 3])],
         "known": [Prompt(id="c", input_ids=[4, 5]), Prompt(id="d", input_ids=[4, 5, 6, 7, 8])],
     }
     samples = [
@@ -237,9 +237,9 @@ def test_prompts_that_training_saw_are_counted(caplog: pytest.LogCaptureFixture)
             ([4, 5, 6, 7, 8, 9], [0, 0, 1, 1, 0, 1]), ([1, 2, 3], [0, 1, 1]), ([1, 2], [0, 0])
         )
     ]  # fmt: skip
-    assert benchmarks.seen(prompts, samples) == {"held_out": 0, "known": 2}
+    assert held_out.prompts_in(samples, prompts) == {"fresh": 0, "known": 2}
     assert "benchmark known: 2 of 2 prompts are in the drafter's training data" in caplog.text
-    assert "held_out" not in caplog.text
+    assert "fresh" not in caplog.text
 
 
 def test_the_store_at_hand_must_be_the_drafters(
@@ -257,22 +257,22 @@ def test_the_store_at_hand_must_be_the_drafters(
             return torch.tensor([number, 8, 9]), torch.tensor([False, True, True])
 
     config = Config(run_name="x", runs_dir=str(tmp_path))
-    monkeypatch.setattr(live, "StoreReader", Reader)
-    assert live._trained_on(config) is None
+    monkeypatch.setattr(held_out, "StoreReader", Reader)
+    assert held_out.trained_on(config) is None
     config.store_dir.mkdir(parents=True)
     drafter = Manifest(
         kind="drafter", match={}, inputs={"store": Reader.manifest.hash()},
         facts={"validation_samples": [0]},
     )  # fmt: skip
     drafter.save(config.drafter_dir)
-    samples = live._trained_on(config)
+    samples = held_out.trained_on(config)
     assert samples is not None
     for _ in range(2):
         ((ids, mask),) = samples()
         assert ids.tolist() == [1, 8, 9] and ids[mask].tolist() == [8, 9]
     drafter.inputs["store"] = "another"
     drafter.save(config.drafter_dir)
-    assert live._trained_on(config) is None
+    assert held_out.trained_on(config) is None
 
 
 def test_rows_without_a_prompt_are_left_out_and_told(
