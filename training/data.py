@@ -20,29 +20,42 @@ from eagle3.store.reader import StoreReader
 
 @dataclass(kw_only=True, slots=True)
 class Split:
-    """Disjoint sample numbers that together are all of a store."""
+    """Disjoint sample numbers that together are all of a store.
+
+    left_out: other answers to the prompts of `validation`, which would tell training about them.
+    """
 
     train: list[int]
     validation: list[int]
+    left_out: list[int]
 
     @classmethod
-    def make(cls, num_samples: int, validation_ratio: float, seed: int) -> Split:
+    def make(cls, openings: np.ndarray, validation_ratio: float, seed: int) -> Split:
         """Random split; at least one sample to train on, and to validate on if the ratio is not 0.
+
+        Args:
+            openings: what each sample begins with [S], see `StoreReader.openings`.
 
         Raises:
             UserError: too few samples for both.
         """
+        num_samples = len(openings)
         order = np.random.default_rng([seed, 0x5911]).permutation(num_samples)
         held_out = round(num_samples * validation_ratio)
         if validation_ratio > 0:
             held_out = max(1, held_out)
-        if held_out >= num_samples:
+        validation, others = np.sort(order[:held_out]), np.sort(order[held_out:])
+        told = np.isin(openings[others], openings[validation])
+        if told.all():
             raise UserError(
                 f"{num_samples} samples cannot be split with train.validation_ratio="
-                f"{validation_ratio}: nothing is left to train on; 0 holds none out"
+                f"{validation_ratio}: without answers to held-out prompts nothing is left to train "
+                "on; 0 holds none out"
             )
         return cls(
-            train=sorted(order[held_out:].tolist()), validation=sorted(order[:held_out].tolist())
+            train=others[~told].tolist(),
+            validation=validation.tolist(),
+            left_out=others[told].tolist(),
         )
 
 

@@ -52,7 +52,7 @@ class Trainer:
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
         self.reader = open_store(config, target)
-        self.split = Split.make(len(self.reader), config.train.validation_ratio, config.seed)
+        self.split = Split.make(self.reader.openings(), config.train.validation_ratio, config.seed)
         self.plan = BatchPlan(
             lengths=self.reader.lengths,
             numbers=self.split.train,
@@ -62,9 +62,10 @@ class Trainer:
         self.num_steps = self._num_steps()
         self.vocab, self.coverage = draft_vocab(config, self.reader, self.split.train)
         log.info(
-            "%d training and %d validation samples, %d steps; draft vocabulary %d covers %.2f%%",
-            len(self.split.train), len(self.split.validation), self.num_steps, self.vocab.size,
-            100 * self.coverage,
+            "%d training and %d validation samples (%d other answers to their prompts left out), "
+            "%d steps; draft vocabulary %d covers %.2f%%",
+            len(self.split.train), len(self.split.validation), len(self.split.left_out),
+            self.num_steps, self.vocab.size, 100 * self.coverage,
         )  # fmt: skip
         self.manifest = self._manifest(target)
         self.resumed = self._resume_point()
@@ -235,7 +236,11 @@ class Trainer:
                 "gradient_clipping": config.deepspeed.get("gradient_clipping", 0.0),
             },
             config=config.resolved(),
-            facts={"coverage": self.coverage, "validation_samples": self.split.validation},
+            facts={
+                "coverage": self.coverage,
+                "validation_samples": self.split.validation,
+                "left_out_samples": self.split.left_out,
+            },
         )
 
     def _resume_point(self) -> Path | None:

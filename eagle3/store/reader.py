@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from eagle3.manifest import Manifest
 from eagle3.store.codecs import Codec, get
 from eagle3.store.sample import digest
 from eagle3.store.writer import KIND, index_files, open_index, shard_paths
+
+LEAST_OPENING = 8
+"""Tokens before an answer that tell one prompt from another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +156,25 @@ class StoreReader:
             # numpy adds weights in float64, exact up to 2^53
             counts += np.bincount(ids, weights, minlength=len(counts)).astype(np.int64)
         return torch.from_numpy(counts)
+
+    def openings(self) -> np.ndarray:
+        """Hash of each sample's tokens before the first generated one [S], uint64.
+
+        Answers to one prompt have the same. Of less than LEAST_OPENING tokens, which may be no more
+        than what every text begins with, the whole sample is hashed.
+        """
+        found = np.zeros(len(self), dtype=np.uint64)
+        for shard in np.unique(self._shard):
+            first, end = np.searchsorted(self._shard, [shard, shard + 1])  # in the data's order
+            file = self._file(first)
+            ids, mask = (file.get_tensor(name).numpy() for name in ("input_ids", "loss_mask"))
+            for number in range(first, end):
+                rows = self._rows(number)
+                opening = int(mask[rows].argmax())
+                end_of_it = rows.start + opening if opening >= LEAST_OPENING else rows.stop
+                text = ids[rows.start : end_of_it].tobytes()
+                found[number] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+        return found
 
     def damaged(self, number: int) -> bool:
         """Whether a sample's bytes differ from the checksum in the index."""

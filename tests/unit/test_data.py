@@ -15,15 +15,27 @@ LENGTHS = np.random.default_rng(0).integers(1, 60, size=200)
 @pytest.mark.parametrize("num_samples", [2, 3, 10, 99])
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 0.3, 0.5])
 def test_splits_are_disjoint_and_complete(num_samples: int, ratio: float) -> None:
-    split = Split.make(num_samples, ratio, seed=1)
+    split = Split.make(np.arange(num_samples), ratio, seed=1)
     assert sorted(split.train + split.validation) == list(range(num_samples))
-    assert split.train and bool(split.validation) == (ratio > 0)
-    assert split == Split.make(num_samples, ratio, seed=1)
+    assert split.train and bool(split.validation) == (ratio > 0) and split.left_out == []
+    assert split == Split.make(np.arange(num_samples), ratio, seed=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_to_a_held_out_prompt_is_trained_on(seed: int) -> None:
+    openings = np.arange(90) // 3  # three answers to each prompt
+    split = Split.make(openings, 0.1, seed)
+    assert sorted(split.train + split.validation + split.left_out) == list(range(90))
+    assert len(split.validation) == 9 and 6 <= len(split.left_out) <= 18
+    assert not set(openings[split.train]) & set(openings[split.validation])
+    assert set(openings[split.left_out]) <= set(openings[split.validation])
 
 
 def test_too_few_samples_to_split() -> None:
     with pytest.raises(UserError, match="validation_ratio"):
-        Split.make(1, 0.05, seed=0)
+        Split.make(np.arange(1), 0.05, seed=0)
+    with pytest.raises(UserError, match="without answers to held-out prompts"):
+        Split.make(np.zeros(9), 0.05, seed=0)
 
 
 def plan(seed: int = 0) -> BatchPlan:

@@ -388,3 +388,27 @@ def test_closing_waits_for_the_shard_that_is_being_written(
     threading.Timer(0.2, go.set).start()
     writer.close()
     assert (tmp_path / "s" / "shard-00000.arrow").exists()
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 700, 1 << 20])
+def test_answers_to_one_prompt_open_alike(tmp_path: Path, shard_bytes: int) -> None:
+    """Up to the first generated token; an opening of few tokens tells no prompt from another."""
+    prompt, other = list(range(10)), [*range(9), 49]
+    texts = [
+        (prompt, [20, 21]), (other, [20, 21]), (prompt, [30]), (prompt[:3], [5, 6]),
+        (prompt[:3], [5, 7]), (prompt[:3], [5, 6]), ([], [4, 4]), ([], [4, 4, 4]),
+    ]  # fmt: skip
+    writer = StoreWriter(tmp_path / "s", manifest("fp32"), shard_bytes)
+    for number, (before, answer) in enumerate(texts):
+        made = Sample(
+            id=f"s{number}",
+            input_ids=torch.tensor([*before, *answer], dtype=torch.int32),
+            loss_mask=torch.tensor([0] * len(before) + [1] * len(answer), dtype=torch.uint8),
+            aux=torch.randn(len(before) + len(answer), 6),
+            final=torch.randn(len(before) + len(answer), 2),
+        )
+        writer.append(number, made.encode(writer.codec))
+    writer.finish({})
+    found = StoreReader(tmp_path / "s").openings().tolist()
+    alike = {(a, b) for a in range(8) for b in range(a) if found[a] == found[b]}
+    assert alike == {(2, 0), (5, 3)}
