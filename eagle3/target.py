@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle3 import layers, provenance, target_shape
@@ -24,6 +23,9 @@ EMBEDDING_NAMES = (
     "model.language_model.embed_tokens.weight",
 )
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+BLOCK_BYTES = 4096
+BLOCKS, LEAST_BLOCKS = 256, 16
+"""Of all weight files together and of each, to tell weights of the same shapes apart."""
 
 
 @dataclass(kw_only=True)
@@ -110,8 +112,9 @@ class Target:
     def identity(self) -> dict[str, Any]:
         """What a later stage must find again: architecture, sizes, weights and template hashes.
 
-        The weights are identified by the safetensors headers and file sizes plus the embedding's
-        first rows: reading hundreds of GB to hash them would cost more than it protects.
+        The weights are identified by file sizes and blocks from all over the files: reading
+        hundreds of GB to hash them would cost more than it protects. A change of few bytes goes
+        unseen; an adapter merged into the layers does not.
         """
         return {
             "architecture": self.architecture,
@@ -149,11 +152,13 @@ class Target:
         raise UserError(f"{self.folder} holds none of {list(names)}")
 
     def _weights_hash(self) -> str:
-        files = sorted(set(self._weight_files().values()))
-        embeddings = self.embeddings()
-        head = embeddings[:4096].contiguous().view(torch.uint8).numpy().tobytes()
-        sizes = [[file.name, file.stat().st_size] for file in files]
-        return provenance.hash_json([sizes, hashlib.sha256(head).hexdigest()])
+        paths = sorted(set(self._weight_files().values()))
+        blocks = max(LEAST_BLOCKS, BLOCKS // len(paths))
+        found = []
+        for path in paths:
+            with _opened(path):  # raises if it is no weights
+                found.append([path.name, path.stat().st_size, _sampled_hash(path, blocks)])
+        return provenance.hash_json(found)
 
     def _tokenizer_hash(self) -> str:
         """Of what decides token ids: vocabulary, merges and chat template."""
@@ -169,6 +174,17 @@ class Target:
             raise UserError(f"{self.folder} has no {settings.name}: fetch the target's tokenizer")
         present = [provenance.hash_file(path) for path in vocabularies if path.exists()]
         return provenance.hash_json([present, chat_template])
+
+
+def _sampled_hash(path: Path, blocks: int) -> str:
+    """Of so many blocks evenly spaced over a file, of all of it if it is small."""
+    last = max(0, path.stat().st_size - BLOCK_BYTES)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in range(blocks):
+            file.seek(last * block // (blocks - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 @contextmanager

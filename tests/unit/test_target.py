@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3.errors import UserError
 from eagle3.target import Target
@@ -23,6 +25,22 @@ def folder(tmp_path: Path) -> Path:
 def identity_refused(folder: Path, told: str) -> None:
     with pytest.raises(UserError, match=told):
         Target.resolve(str(folder)).identity()
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_an_adapter_merged_into_the_layers_makes_another_target(folder: Path, layer: int) -> None:
+    """Whose embeddings are the same; states of both must not come into one store."""
+    before = Target.resolve(str(folder)).identity()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert Target.resolve(str(folder)).identity() == before
+    for name in ("q_proj", "v_proj"):
+        weight = tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
+        down, up = torch.randn(2, weight.shape[1]), torch.randn(weight.shape[0], 2)
+        weight += (1e-2 * up @ down).to(weight.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    after = Target.resolve(str(folder)).identity()
+    assert {key for key in before if before[key] != after[key]} == {"weights"}
 
 
 def test_a_pointer_in_place_of_weights(folder: Path) -> None:
