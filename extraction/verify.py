@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from eagle3.command import command
 from eagle3.config import Config
 from eagle3.manifest import Manifest, require_match
@@ -34,7 +36,10 @@ def run(config: Config) -> Findings:
         f"the store in {config.store_dir}",
         "Verify it with the target that it was captured from.",
     )
-    findings = verify(config.store_dir, target.lm_head(), config.verify.min_agreement)
+    # a product with the vocabulary for every row: hours on a CPU for millions of rows of a large
+    # target
+    lm_head = target.lm_head().to("cuda" if torch.cuda.is_available() else "cpu")
+    findings = verify(config.store_dir, lm_head, config.verify.min_agreement)
     notes = []
     if findings.agreement is not None:
         notes.append(f"argmax agreement {findings.agreement:.2%}")

@@ -50,7 +50,7 @@ def verify(folder: Path, lm_head: Tensor | None = None, min_agreement: float = 0
 
     Args:
         lm_head: the target's [vocab_size, H]; with it, every sample's final states are asked for
-            the next token.
+            the next token, on its device.
         min_agreement: least share of right answers of a sample of FEW_ROWS rows or more.
     """
     try:
@@ -146,5 +146,5 @@ def _agreement(reader: StoreReader, number: int, lm_head: Tensor) -> tuple[int, 
     ids, mask = reader.tokens(number)
     _, final = reader.states(number)
     following = ids[needed_final(mask).nonzero().flatten() + 1]
-    best = (final.to(lm_head.dtype) @ lm_head.T).argmax(dim=-1)
-    return int((best == following).sum()), len(following)
+    best = (final.to(lm_head.device, lm_head.dtype) @ lm_head.T).argmax(dim=-1)
+    return int((best.cpu() == following).sum()), len(following)
