@@ -28,6 +28,7 @@ from eagle3.drafter_folder import (
 )
 from eagle3.errors import UserError
 from eagle3.layers import from_sglang, to_sglang
+from eagle3.manifest import NAME as MANIFEST
 from eagle3.manifest import Manifest, write_json
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
@@ -93,6 +94,7 @@ def save_sglang(
         RuntimeError: what was written has `problems` (a defect of ours).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # of another drafter: it comes last, for all of it
     tensors = {
         name: tensor.detach().cpu().to(dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in drafter.state_dict().items()

@@ -196,3 +196,21 @@ def test_a_small_mla_target_gets_a_head() -> None:
     target |= dict(max_position_embeddings=512, rms_norm_eps=1e-6)
     config = DrafterConfig.for_target(target, 3, draft_vocab_size=50)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (1, 1, 128)
+
+
+@pytest.mark.parametrize("step", ["save_file", "write_json"])
+def test_a_kill_amid_an_export_leaves_no_manifest_of_another_drafter(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    write(target, tmp_path)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export, step, killed)
+        write(target, tmp_path, norm_output=True)
+    with pytest.raises(UserError, match="run `export` first"):
+        Manifest.load(tmp_path, export.KIND)
+    write(target, tmp_path)
+    assert export.problems(tmp_path) == []
