@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from eagle3.command import command
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.flops import useful_flops
+from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.metrics import JsonLines, Metrics, Tracker, Wandb
 from eagle3.target import Target
@@ -287,9 +288,12 @@ class Trainer:
 
 @command("train")
 def main(config: Config) -> None:
-    trainer = Trainer(config, World.join())
-    trainer.run()
-    trainer.close()
+    world = World.join()
+    config.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    with exclusive(config.checkpoints_dir) if world.rank == 0 else nullcontext():
+        trainer = Trainer(config, world)
+        trainer.run()
+        trainer.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.config import Config
 from eagle3.errors import UserError
+from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.store.reader import StoreReader
 from eagle3.store.sample import Encoded, Sample
@@ -370,6 +371,18 @@ def test_frozen_embeddings_and_a_complete_run_are_left_alone(store_run: Path) ->
     assert "embed_tokens.weight" not in final_state(folder, 2)
     train(store_run, "done", "train.max_steps=2")
     assert (folder / "step-00000002" / "drafter.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_folder_is_trained_into_by_one_command(store_run: Path) -> None:
+    folder = store_run / "held"
+    folder.mkdir()
+    with exclusive(folder):
+        done = subprocess.run(
+            command(store_run, "held", "train.max_steps=1"),
+            cwd=ROOT, env=ENV, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2 and "another process is at work" in done.stderr
+    assert list(folder.iterdir()) == []
 
 
 def test_no_earlier_export_stays_beside_a_new_one(two_steps: Path) -> None:
