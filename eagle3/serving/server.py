@@ -152,7 +152,8 @@ def launch(*whats: Launch, timeout_s: float = 600.0) -> Iterator[list[Server]]:
         finally:
             _end(servers)
         return
-    raise watch.ServerFailed("\n\n".join(failures))
+    remedy = "What it was started with is the configuration's `server`: args, backends and limits."
+    raise watch.ServerFailed("\n\n".join([*failures, remedy]))
 
 
 def _wait(server: Server, what: Launch) -> None:

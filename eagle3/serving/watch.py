@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from eagle3.errors import UserError
+
 PR_SET_PDEATHSIG = 1
 """prctl option, from linux/prctl.h."""
 
@@ -31,8 +33,9 @@ class Limits:
     stall_s: float | None
 
 
-class ServerFailed(RuntimeError):
-    """The server died or was ended; the message gives the reason and the log's tail."""
+class ServerFailed(UserError):
+    """A starting server died or was ended: what it was told to run with does not work here, as a
+    rule. The message gives the reason and the log's tail."""
 
 
 def tail(log: Path, num_lines: int = 40) -> str:

@@ -379,6 +379,7 @@ def test_all_failures_are_told_if_no_backend_works(
     assert tried == ["fa3", "triton"]
     assert "backend fa3 is broken" in str(failure.value)
     assert "backend triton is broken" in str(failure.value)
+    assert isinstance(failure.value, UserError) and "`server`: args" in str(failure.value)
 
 
 def test_backends_of_gpus_are_refused_without_one(
