@@ -6,7 +6,6 @@ and every command checks all of it before anything starts.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from eagle3.errors import UserError
-
-SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$", re.IGNORECASE)
-"""Names of variables and flags that hold one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -386,7 +382,7 @@ def from_dict_config(composed: DictConfig) -> Config:
     """
     from omegaconf.errors import OmegaConfBaseException
 
-    from eagle3 import ranges
+    from eagle3 import checks
 
     try:
         missing = OmegaConf.missing_keys(composed)
@@ -396,17 +392,5 @@ def from_dict_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(f"configuration: {error}") from error
     assert isinstance(config, Config)
-    _require_no_secret(config.server)
-    ranges.require(config)
+    checks.require(config)
     return config
-
-
-def _require_no_secret(server: ServerConfig) -> None:
-    """Whatever is set for servers is written into manifests, reports, trackers and commands."""
-    for key, names in (("env", server.env), ("args", server.args)):
-        if found := [name for name in names if SECRET.search(name)]:
-            raise UserError(
-                f"server.{key} holds {found}, and everything there is written into manifests and "
-                "launch commands. Export secrets in the shell that runs this command: its servers "
-                "inherit them; a server that is started here needs no API key"
-            )

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle3 import provenance
+from eagle3 import checks, provenance
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.serving import cpu
@@ -127,6 +127,7 @@ def extractor(
     Raises:
         UserError: the servers or spools given are not fit for this run.
     """
+    checks.require(config)
     concurrency = concurrency_per_server(config, target, codec, aux_layers)
     own = not config.server.urls
     count = config.server.replicas if own else len(config.server.urls)
@@ -173,8 +174,6 @@ def concurrency_per_server(
     config: Config, target: Target, codec: Codec, aux_layers: list[int]
 ) -> int:
     """As configured, but no more than a spool has room for: a running capture may lie there."""
-    if config.extract.concurrency < 1:
-        raise UserError(f"extract.concurrency={config.extract.concurrency} is not 1 or more")
     row_bytes = _row_bytes(target, codec, aux_layers)
     room = config.extract.spool_bytes // (row_bytes * config.data.max_length)
     if room < 1:

@@ -16,11 +16,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from eagle3 import checks, provenance
 from eagle3 import logging as console
-from eagle3 import provenance
 from eagle3.chat import ChatEncoder
 from eagle3.command import command
-from eagle3.config import Config, RespondConfig
+from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
@@ -44,19 +44,6 @@ def sampling_params(config: Config) -> dict[str, Any]:
         "top_p": config.respond.top_p,
         "max_new_tokens": config.respond.max_new_tokens,
     }
-
-
-def _check(respond: RespondConfig) -> None:
-    """A server refuses every prompt with other values, one by one."""
-    for key, fits, wanted in (
-        ("temperature", respond.temperature >= 0, "0 or more"),
-        ("top_p", 0 < respond.top_p <= 1, "over 0 and at most 1"),
-        ("max_new_tokens", respond.max_new_tokens >= 1, "1 or more"),
-        ("samples_per_prompt", respond.samples_per_prompt >= 1, "1 or more"),
-        ("concurrency", respond.concurrency >= 1, "1 or more"),
-    ):
-        if not fits:
-            raise UserError(f"respond.{key}={getattr(respond, key)} is not {wanted}")
 
 
 def answer(
@@ -107,7 +94,7 @@ def respond(config: Config) -> Path:
     """
     if config.data.prompts is None:
         raise UserError("data.prompts is not set: which prompts should the target answer?")
-    _check(config.respond)
+    checks.require(config)  # a server refuses every prompt with other values, one by one
     found, skipped = read(config.data.prompts, config.data.split)
     records = found[config.respond.skip :][: config.respond.limit]
     if not records:

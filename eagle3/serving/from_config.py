@@ -53,8 +53,6 @@ def launches(
     plugins: Sequence[str] = (),
 ) -> list[Launch]:
     """What `get_servers` starts; the configuration's flags give way to `args`."""
-    if not envs:
-        raise UserError(f"server.replicas={config.replicas} is not 1 or more")
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )

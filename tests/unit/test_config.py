@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from eagle3.checks import RANGES
 from eagle3.config import Config, from_dict_config
 from eagle3.errors import UserError
-from eagle3.ranges import RANGES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -52,7 +52,7 @@ def test_no_server_or_none_of_its_time_is_a_users_mistake(
     group, name = key.split(".")
     setattr(getattr(config, group), name, 0)
     arguments: Any = (config, target, [1, 2, 3], BF16, 100)
-    with pytest.raises(UserError, match=rf"{key}=0 is not 1 or more"), extractor(*arguments):
+    with pytest.raises(UserError, match=rf"{key}=0 must be 1 or more"), extractor(*arguments):
         pass
 
 

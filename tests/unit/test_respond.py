@@ -131,7 +131,7 @@ def test_settings_that_no_server_takes_are_told_not_every_prompt_refused(
 ) -> None:
     run = config(target, tmp_path)
     setattr(run.respond, key, value)
-    with pytest.raises(UserError, match=rf"respond\.{key}={value} is not"):
+    with pytest.raises(UserError, match=rf"respond\.{key}={value} must be"):
         respond.respond(run)
     assert fake.asked == 0 and not run.responses_dir.exists()
 

@@ -1,16 +1,21 @@
-"""What the numbers of a configuration may be, in one table, checked before anything starts.
+"""What a configuration may hold beyond its types, checked before anything starts: numbers in their
+ranges, by one table, and no secrets where they would be written down.
 
 What depends on the target, the data or another value is checked where that is known.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from eagle3.config import Config
+from eagle3.config import Config, ServerConfig
 from eagle3.errors import UserError
+
+SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS)$", re.IGNORECASE)
+"""Names of variables and flags that hold one."""
 
 RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "1 or more": (
@@ -36,10 +41,11 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "above 0": (
         lambda x: x > 0,
         (
-            "server.deadline_s", "server.timeout_s", "respond.top_p", "extract.tokens_per_s",
-            "optimizer.lr", "train.epochs", "train.peak_tflops",
+            "server.deadline_s", "server.timeout_s", "extract.tokens_per_s", "optimizer.lr",
+            "train.epochs", "train.peak_tflops",
         ),
     ),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, ("respond.top_p",)),
     "0 or more and below 1": (
         lambda x: 0 <= x < 1,
         (
@@ -51,11 +57,12 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 
 
 def require(config: Config) -> None:
-    """Refuse numbers that nothing could be done with; None is none.
+    """Refuse secrets, and numbers that nothing could be done with; None is none.
 
     Raises:
         UserError: names the key, the value and what it may be.
     """
+    _require_no_secret(config.server)
     for words, (holds, keys) in RANGES.items():
         for key in keys:
             _require(key, attrgetter(key)(config), words, holds)
@@ -70,3 +77,14 @@ def _require(key: str, value: Any, words: str, holds: Callable[[float], bool]) -
     for one in value if isinstance(value, list) else [value]:
         if one is not None and not holds(one):
             raise UserError(f"{key}={value} must be {words}")
+
+
+def _require_no_secret(server: ServerConfig) -> None:
+    """Whatever is set for servers is written into manifests, reports, trackers and commands."""
+    for key, names in (("env", server.env), ("args", server.args)):
+        if found := [name for name in names if SECRET.search(name)]:
+            raise UserError(
+                f"server.{key} holds {found}, and everything there is written into manifests and "
+                "launch commands. Export secrets in the shell that runs this command: its servers "
+                "inherit them; a server that is started here needs no API key"
+            )
