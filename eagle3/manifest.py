@@ -111,12 +111,16 @@ def _differences(key: str, wanted: Any, found: Any) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON to a temporary name beside `path`, sync, rename: never half a file."""
+    """Write JSON as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary name beside `path`, sync, rename: never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)

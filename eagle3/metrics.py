@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eagle3.errors import UserError
+from eagle3.manifest import write_text
 
 
 class Tracker(Protocol):
@@ -24,11 +25,8 @@ class JsonLines:
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in lines(path) if line["step"] <= resume_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.rename(path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from eagle3.manifest import write_text
 from eval.benchmarks import Prompt
 from eval.measure import Run
 
@@ -37,6 +38,4 @@ def write(path: Path, prompts: dict[str, list[Prompt]], plain: Runs, speculative
                 "seconds": {"plain": before.latency_s, "speculative": answer.latency_s},
             }
             lines.append(json.dumps(row) + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(lines))
-    temporary.rename(path)
+    write_text(path, "".join(lines))
