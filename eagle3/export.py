@@ -186,6 +186,13 @@ def assemble(
     return drafter.float().eval()
 
 
+def trained_samples(facts: dict[str, Any], num_samples: int) -> list[int]:
+    """Those of a store's samples that a run, or its drafter, whose manifest has these facts was
+    trained on."""
+    others = {*facts["validation_samples"], *facts.get("left_out_samples", [])}
+    return [number for number in range(num_samples) if number not in others]
+
+
 def load_vocab(folder: Path, vocab_size: int) -> DraftVocab:
     """Draft vocabulary of a drafter folder.
 

@@ -27,8 +27,7 @@ def trained_on(config: Config) -> Callable[[], Iterator[tuple[Tensor, Tensor]]] 
     if drafter.inputs.get("store") != reader.manifest.hash():
         log.warning("%s is another store than the drafter's", config.store_dir)
         return None
-    untrained = {*drafter.facts["validation_samples"], *drafter.facts.get("left_out_samples", [])}
-    trained = [number for number in range(len(reader)) if number not in untrained]
+    trained = formats.trained_samples(drafter.facts, len(reader))
     return lambda: (reader.tokens(number) for number in trained)
 
 

@@ -49,8 +49,7 @@ def export(config: Config) -> Path:
     }
     require_match(wanted, trained.match, f"{root}", remedy)
     chosen = checkpoint.choose(root, config.export.checkpoint)
-    split = {key: trained.facts.get(key, []) for key in ("validation_samples", "left_out_samples")}
-    train_samples = sorted(set(range(len(reader))).difference(*split.values()))
+    train_samples = formats.trained_samples(trained.facts, len(reader))
     vocab, _ = draft_vocab(config, reader, train_samples)
     drafter = build_model(config, target, vocab).drafter
     kind = "ema" if checkpoint.has_average(chosen) else "drafter"
@@ -66,7 +65,8 @@ def export(config: Config) -> Path:
             "state": checkpoint.load_state(chosen),
             "weights": "moving average" if kind == "ema" else "last step",
             "coverage": trained.facts["coverage"],
-            **split,
+            "validation_samples": trained.facts["validation_samples"],
+            "left_out_samples": trained.facts.get("left_out_samples", []),
         },
     )
     formats.save_sglang(drafter, config.drafter_dir, target, aux_layers, dtype, manifest)
