@@ -18,7 +18,6 @@ import argparse
 import atexit
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -133,7 +132,7 @@ def main() -> None:
     sampled = joined(arguments.sampled, arguments.samples, run / "sampled.jsonl")
     spools = [Spool.create(folder) for folder in default_spools(config)]
     for spool in spools:
-        atexit.register(shutil.rmtree, spool.folder, ignore_errors=True)
+        atexit.register(spool.remove)
     since = time.monotonic()
     # the plain side of the comparison; the others help it answer
     plain = get_servers(

@@ -121,7 +121,7 @@ class Target:
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "num_layers": self.num_layers,
-            "weights": self._weights_hash(),
+            "weights": self._weights_hash,
             "tokenizer": self._tokenizer_hash(),
         }
 
@@ -151,6 +151,7 @@ class Target:
                     return file.get_tensor(name)
         raise UserError(f"{self.folder} holds none of {list(names)}")
 
+    @cached_property
     def _weights_hash(self) -> str:
         paths = sorted(set(self._weight_files().values()))
         blocks = max(LEAST_BLOCKS, BLOCKS // len(paths))
