@@ -26,10 +26,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,12 +36,12 @@ import record
 from eagle3 import provenance
 from eagle3.drafter import Drafter
 from eagle3.export import load_sglang
-from eagle3.fast.fp8 import product_reference
 from eagle3.manifest import Manifest, write_json
 from eagle3.store.writer import KIND
 from eagle3.target import Target
 from intervals import interval
 from peer_training import PeerTraining, recipe_of
+from rounded import round_products
 from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
 from training.engine import World, group_left_at_end
@@ -68,33 +67,6 @@ def random_head(drafter: Drafter) -> None:
 
 def frozen_head(drafter: Drafter) -> None:
     drafter.lm_head.weight.requires_grad_(False)
-
-
-class _RoundedProduct(torch.autograd.Function):
-    """x @ weight.T of factors rounded to fp8; gradients as if they had not been."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product_reference(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-class _Rounded(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _RoundedProduct.apply(x, self.weight))
-
-
-def fp8_products(drafter: Drafter) -> None:
-    """What train.fp8 does on a GPU, on the plain path: fc's and the layer's products rounded."""
-    for module in (drafter.fc, *drafter.midlayer.modules()):
-        if isinstance(module, nn.Linear):
-            assert module.bias is None
-            module.__class__ = _Rounded
 
 
 NORMS = ("draft.norm_before_fc=true", "draft.norm_output=true")
@@ -123,7 +95,7 @@ ROWS = {
     "norm_before_fc, norm_output, lr x 4": Row(overrides=(*NORMS, "optimizer.lr=0.008")),
     "muon 0.01": Row(overrides=MUON),
     "norm_before_fc, norm_output, muon 0.01": Row(overrides=(*NORMS, *MUON)),
-    "fp8, by its definition": Row(start=fp8_products),
+    "fp8, by its definition": Row(start=round_products),
     "speculators, its defaults": Row(peer="speculators"),
     "speculators, lr 0.02": Row(peer="speculators:lr=0.02"),
 }

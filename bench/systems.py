@@ -85,7 +85,8 @@ def ours(variant: str, drafter: Drafter, lm_head: Tensor, batches: list[Batch]) 
     if frozen:
         name = f"{name}, lm_head frozen"
     if fp8:
-        name, settings = f"{name}, fp8", f"{settings}, forward products of the layer in fp8"
+        name = f"{name}, fp8"
+        settings = f"{settings}, fc and the layer in fp8, their weight gradients not"
     return System(
         name=name, version=eagle3.__version__, settings=settings, step=step, own_batches=False
     )

@@ -214,7 +214,8 @@ class TrainConfig:
     """serving: all rows at which a server drafts. token: only rows whose own token was generated,
     as other systems count; for comparison."""
     fp8: bool = False
-    """Forward matrix products in fp8; needs a GPU that has it, and deepspeed.bf16."""
+    """Matrix products and the gradients of their inputs in fp8; needs a GPU that has it, and
+    deepspeed.bf16."""
     step_decay: float = 0.8
     """Weight of TTT step k is step_decay ** k."""
     ema: float | None = None

@@ -1,9 +1,10 @@
 """Matrix products with a weight, in its own type or in fp8.
 
 In fp8 both factors are rounded to e4m3, every row of the input and every row (output) of the weight
-with a scale of its own, and their product is summed in float32. Only the forward pass does this;
-gradients are taken as if nothing had been rounded, in the weight's type. Letters in shapes: R rows,
-I inputs, O outputs.
+with a scale of its own, and their product is summed in float32. The gradient of the input is made
+in the same way, of the output's gradient, by rows, and the unrounded weight, by columns (inputs).
+That of the weight is a product of what was not rounded, in the weight's type: it is summed up over
+all rows, and what it misses no later row can give. Letters in shapes: R rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -64,11 +65,13 @@ def product_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Product:
-    """x [R, I] -> x @ weight.T [R, O], for a weight [O, I] that is rounded once."""
+    """x [R, I] -> x @ weight.T [R, O] and the gradient of x; the weight [O, I] is rounded once."""
 
     def __init__(self, weight: Tensor, fp8: bool) -> None:
-        self.weight = weight
+        self.weight, self.fp8 = weight, fp8
         self.rounded = quantise(weight) if fp8 else None
+        # by rows of the transposed weight; what a product reads lies in one piece
+        self.transposed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, outputs: slice = slice(None)
@@ -76,10 +79,25 @@ class Product:
         """All outputs, or some of them."""
         if self.rounded is None:
             return torch.mm(x, self.weight[outputs].T, out=out)
-        data, scales = quantise(x)
-        weight, weight_scales = (part[outputs] for part in self.rounded)
-        if out is None:
-            out = x.new_empty(x.shape[0], weight.shape[0])
-        return torch.ops.aten._scaled_mm.out(
-            data, weight.T, scales, weight_scales.T, None, None, x.dtype, True, out=out
-        )
+        data, scales = (part[outputs] for part in self.rounded)
+        return _scaled_product(x, data.T, scales.T, out)
+
+    def grad_input(self, grad: Tensor, outputs: slice = slice(None)) -> Tensor:
+        """Gradient of all outputs, or of some of them [R, O] -> that of x [R, I]."""
+        if not self.fp8:
+            return grad @ self.weight[outputs]
+        start, stop, _ = outputs.indices(len(self.weight))
+        if (start, stop) not in self.transposed:
+            self.transposed[start, stop] = quantise(self.weight[outputs].T.contiguous())
+        data, scales = self.transposed[start, stop]
+        return _scaled_product(grad, data.T, scales.T)
+
+
+def _scaled_product(x: Tensor, data: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [R, I], rounded, times data [I, O], whose columns lie together, times scales [1, O]."""
+    rounded, own_scales = quantise(x)
+    if out is None:
+        out = x.new_empty(x.shape[0], data.shape[1])
+    return torch.ops.aten._scaled_mm.out(
+        rounded, data, own_scales, scales, None, None, x.dtype, True, out=out
+    )

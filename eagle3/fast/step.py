@@ -60,7 +60,7 @@ def fast_ttt(
     Args:
         taught: the teacher of `batch.final`; acceptance is counted where it has a top-1.
         scale: factor of each step's summed loss [K]. kind: one of `eagle3.loss.LOSSES`.
-        fp8: the forward products of fc and the layer in fp8; the lm_head stays as it is.
+        fp8: the products of fc and the layer in fp8 (`fast.fp8`); the lm_head stays as it is.
     """
     layout = batch.layout
     if layout is None:

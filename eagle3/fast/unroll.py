@@ -36,14 +36,14 @@ class Unroll:
         self.parts = layout.parts(num_steps)
         self.embeddings = drafter.embed_tokens.weight
         self.fuse = Fuse(drafter, fp8)
-        self.fp8 = fp8
         projections = [x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.widths = [len(x) for x in projections]
         # [Q + 2E, H] each: what multiplies the token state and the hidden state
-        self.token_qkv, self.hidden_qkv = torch.cat(projections).chunk(2, dim=1)
-        self.o = attention.o_proj.weight
-        self.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.down = mlp.down_proj.weight
+        self.token_qkv, hidden_qkv = torch.cat(projections).chunk(2, dim=1)
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.qkv, self.gate_up = Product(hidden_qkv, fp8), Product(gate_up, fp8)
+        self.o = Product(attention.o_proj.weight, fp8)
+        self.down = Product(mlp.down_proj.weight, fp8)
         assert layer.input_layernorm is not None
         self.token_norm = layer.input_layernorm.weight
         self.hidden_norm = layer.hidden_norm.weight
@@ -54,18 +54,15 @@ class Unroll:
         """Normed states for the lm_head, of all steps [T, H]."""
         total, size, width = self.parts[-1].stop, self.config.hidden_size, self.widths[0]
         rows = self.layout.rows
-        qkv, o, gate_up, down = (
-            Product(w, self.fp8) for w in (self.hidden_qkv, self.o, self.gate_up, self.down)
-        )
 
         # inputs of all N rows; the token norm's weight goes into the projection
         embedded = F.embedding(self.batch.input_ids, self.embeddings)
         self.tokens = F.rms_norm(embedded, (size,), eps=self.eps)
-        token_half = Product(self.token_qkv * self.token_norm, self.fp8)(self.tokens)
+        token_half = Product(self.token_qkv * self.token_norm, self.qkv.fp8)(self.tokens)
         self.fused = self.fuse.forward(self.batch.aux)
         self.fused_normed = torch.empty_like(self.fused)
         self.fused_rstd = add_norm(self.fused, None, self.hidden_norm, self.eps, self.fused_normed)
-        key_value = qkv(self.fused_normed, outputs=slice(width, None))
+        key_value = self.qkv(self.fused_normed, outputs=slice(width, None))
         self.attention = UnrollAttention(
             self.config, self.layout, self.parts, token_half, key_value
         )
@@ -75,8 +72,8 @@ class Unroll:
         self.inputs = empty(total, size)  # normed hidden states that the attention reads
         self.mixed = empty(total, width)
         self.middle, self.mlp_inputs = empty(total, size), empty(total, size)
-        self.gates_ups = empty(total, len(self.gate_up))
-        self.activations = empty(total, len(self.gate_up) // 2)
+        self.gates_ups = empty(total, len(self.gate_up.weight))
+        self.activations = empty(total, len(self.gate_up.weight) // 2)
         self.outputs, states = empty(total, size), empty(total, size)
         self.middle_rstd: list[Tensor] = []
         self.output_rstd: list[Tensor] = []
@@ -87,17 +84,17 @@ class Unroll:
         for k, part in enumerate(self.parts):
             following = self.inputs[self.parts[k + 1]] if k + 1 < len(self.parts) else None
             together = following is not None and not self.config.norm_output
-            projected = qkv(self.inputs[part], outputs=slice(width if k == 0 else None))
+            projected = self.qkv(self.inputs[part], outputs=slice(width if k == 0 else None))
             self.attention.forward(k, projected, self.mixed[part])
             rstd = add_norm(
-                o(self.mixed[part]), hidden, self.post_norm, self.eps,
+                self.o(self.mixed[part]), hidden, self.post_norm, self.eps,
                 self.mlp_inputs[part], self.middle[part],
             )  # fmt: skip
             self.middle_rstd.append(rstd)
-            gate_up(self.mlp_inputs[part], out=self.gates_ups[part])
+            self.gate_up(self.mlp_inputs[part], out=self.gates_ups[part])
             swiglu(self.gates_ups[part], self.activations[part])
             rstd = add_norm(
-                down(self.activations[part]), self.middle[part], self.final_norm,
+                self.down(self.activations[part]), self.middle[part], self.final_norm,
                 self.eps, states[part], self.outputs[part],
                 self.hidden_norm if together else None, following if together else None,
             )  # fmt: skip
@@ -141,23 +138,24 @@ class Unroll:
             grad_final_norm += final
             if second is not None:
                 grad_hidden_norm += second
-            swiglu_backward_(self.gates_ups[part], grad_outputs[part] @ self.down)
+            swiglu_backward_(self.gates_ups[part], self.down.grad_input(grad_outputs[part]))
             post, _ = norm_backward(
                 self.middle[part], self.middle_rstd[k], self.post_norm,
-                self.gates_ups[part] @ self.gate_up, grad_middle[part], grad_outputs[part],
+                self.gate_up.grad_input(self.gates_ups[part]), grad_middle[part],
+                grad_outputs[part],
             )  # fmt: skip
             grad_post_norm += post
             columns = width if k == 0 else sum(self.widths)
             grad_projected = grad_qkv[part, :columns]
-            grad_mixed = grad_middle[part] @ self.o
+            grad_mixed = self.o.grad_input(grad_middle[part])
             self.attention.backward(k, self.mixed[part], grad_mixed, grad_projected)
-            grad_inputs = grad_projected @ self.hidden_qkv[:columns]
+            grad_inputs = self.qkv.grad_input(grad_projected, slice(columns))
             grad_residual = grad_middle[part]
         assert grad_inputs is not None and grad_residual is not None
 
         # step 0: keys and values of all N rows, queries and residual of the first step's rows
         grad_key_value, grad_token_half = self.attention.finish_backward()
-        grad_normed = grad_key_value @ self.hidden_qkv[width:]
+        grad_normed = self.qkv.grad_input(grad_key_value, slice(width, None))
         add_rows(grad_inputs, self.layout.rows, grad_normed)
         grad_fused = empty(self.fused)
         first, _ = norm_backward(
@@ -167,7 +165,7 @@ class Unroll:
         add_rows(grad_residual, self.layout.rows, grad_fused)
 
         own = slice(self.parts[0].stop, None)  # rows with keys and values of their own
-        grad_hidden_qkv = empty(self.hidden_qkv, memory_format=torch.contiguous_format)
+        grad_hidden_qkv = empty(self.qkv.weight, memory_format=torch.contiguous_format)
         torch.mm(grad_qkv[:, :width].T, self.inputs, out=grad_hidden_qkv[:width])
         torch.mm(grad_key_value.T, self.fused_normed, out=grad_hidden_qkv[width:])
         grad_hidden_qkv[width:].addmm_(grad_qkv[own, width:].T, self.inputs[own])

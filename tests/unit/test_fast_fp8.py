@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3.drafter import Drafter
 from eagle3.errors import UserError
 from eagle3.fast.fp8 import Product, product_reference, quantise, quantise_reference
 from eagle3.fast.step import fast_ttt
 from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel, supervised_rows
 from tests.conftest import laid_out, make_batch, small_masks, tiny_drafter
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+
+from rounded import round_products
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 GPU = torch.cuda.is_available()
@@ -69,36 +73,21 @@ def test_products(outputs: slice) -> None:
     assert 1e-4 < error.abs().max() < 0.05
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Rounded forward, exact backward: what the fast path claims to be."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return product_reference(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x
-
-
-def emulate(drafter: Drafter) -> None:
-    """Let the plain path round as the fast one does: token and hidden halves apart."""
-
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _StraightThrough.apply(x, weight)
-
-    def rounding(module: torch.nn.Linear, halves: int) -> None:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            parts = zip(x.chunk(halves, 1), module.weight.chunk(halves, 1), strict=True)
-            return sum(product(*part) for part in parts)  # type: ignore[return-value]
-
-        module.forward = forward  # type: ignore[method-assign]
-
-    for name, module in drafter.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            rounding(module, 2 if name[-6:] in ("q_proj", "k_proj", "v_proj") else 1)
+@pytest.mark.parametrize("outputs", [slice(None), slice(16), slice(16, None)])
+def test_gradients_of_inputs(outputs: slice) -> None:
+    torch.manual_seed(0)
+    weight = awkward(48, 64, torch.bfloat16)
+    grad = awkward(9, 48, torch.bfloat16)[:, outputs]  # not contiguous
+    exact = grad.float() @ weight[outputs].float()
+    plain, rounded = Product(weight, fp8=False), Product(weight, fp8=True)
+    torch.testing.assert_close(plain.grad_input(grad, outputs).float(), exact, rtol=1e-2, atol=1e-6)
+    for _ in range(2):  # the second time with what the first rounded
+        found = rounded.grad_input(grad, outputs)
+        expected = product_reference(grad, weight[outputs].T)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6)
+    lengths = grad.float().norm(dim=1)[:, None] * weight[outputs].float().norm(dim=0)
+    error = (found.float() - exact)[lengths > 0] / lengths[lengths > 0]
+    assert 1e-4 < error.abs().max() < 0.05
 
 
 @pytest.mark.skipif(GPU, reason="in Triton's interpreter")
@@ -121,7 +110,7 @@ def test_the_step_equals_the_plain_path_with_the_same_rounding() -> None:
     exact = gradients(fast_ttt(drafter, batch, taught, weights, scale).loss)
     output = fast_ttt(drafter, batch, taught, weights, scale, fp8=True)
     found = gradients(output.loss)
-    emulate(drafter)
+    round_products(drafter)
     expected = model(batch, scale, score=False)
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=0)
     wanted = gradients(expected.loss)
