@@ -209,6 +209,8 @@ def main() -> None:
             config.server.urls = [capturing.url]
             config.extract.spools = [str(spool.folder)]
             plain(bare, samples[:8], 8), plain(capturing, samples[:8], 8)  # warm both up
+            sys.stdout.write("both servers are warm\n")
+            sys.stdout.flush()
             for codec in arguments.codecs:
                 rounds: list[Round] = []
                 for _ in range(arguments.rounds):

@@ -30,7 +30,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,10 @@ class Spool:
         return spool
 
     def remove(self) -> None:
-        """Remove the folder; the secret last, so that a kill leaves what is known as a spool."""
-        self._sweep({"secret"})
+        """Remove the folder, if it is there; the secret last, so that a kill leaves what is known
+        as a spool."""
+        with suppress(FileNotFoundError):
+            self._sweep({"secret"})
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager

@@ -511,8 +511,10 @@ def test_a_kill_while_a_spool_is_cleared_leaves_a_spool(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(os, "unlink", dying)
             Spool.create(spool.folder) if by == "create" else spool.remove()
-        Spool.create(spool.folder).remove()
-        assert not spool.folder.exists()
+        again = Spool.create(spool.folder)
+        for _ in range(2):  # whoever comes second finds nothing
+            again.remove()
+            assert not spool.folder.exists()
 
 
 def test_spools_of_more_servers_than_now_do_not_stay_in_memory(tmp_path: Path) -> None:
