@@ -15,7 +15,7 @@ FORMAT = 1
 NAME = "manifest.json"
 MADE_BY = {
     "responses": "respond", "store": "extract", "checkpoints": "train", "drafter": "export",
-    "eval": "eval", "tune": "tune",
+    "eval": "eval",
 }  # fmt: skip
 """Kind of a folder -> the command that writes it."""
 

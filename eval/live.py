@@ -3,17 +3,13 @@
 `python -m eval.live experiment=<name>` starts the target without and with the exported drafter (no
 capture plugin in either), answers every benchmark at every concurrency greedily, and writes
 <run>/eval/results.json, report.md and plots. Prefix caching is off, so that no run profits from the
-one before it.
+one before it. Each run is kept in <run>/eval/kept/ until the report is there, so that an evaluation
+that was ended goes on where it was.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from eagle3 import export as formats
@@ -23,28 +19,19 @@ from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest, require_match, write_json
 from eagle3.metrics import Wandb
-from eagle3.serving.client import Client, RequestFailed
-from eagle3.serving.from_config import get_server
-from eagle3.serving.server import Server, require_drafter_flags
+from eagle3.serving.server import require_drafter_flags
 from eagle3.target import Target
 from eval import benchmarks, outputs, report
 from eval.baseline import Bigram
-from eval.benchmarks import Prompt
-from eval.differences import Differences, differences
+from eval.differences import Differences
 from eval.held_out import prompts_in, trained_on
-from eval.measure import Run, histograms, measure
+from eval.kept import Kept, claimed, discard
+from eval.measure import Run
 from eval.offline import offline
-from eval.outputs import Runs
-from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
+from eval.requirements import require_measurable
+from eval.served import Served, measured_with, run_server
 from eval.speculation import Speculation
 from eval.stats import acceptance
-
-log = logging.getLogger(__name__)
-SETTINGS = (
-    "attention_backend", "dtype", "disable_radix_cache", "tp_size",
-    "max_running_requests",  # SGLang lowers it where it speculates: more requests then wait
-)  # fmt: skip
-"""Of a server, beside those of speculation, to be recorded."""
 
 
 def require_servable(config: Config, target: Target) -> Manifest:
@@ -64,66 +51,6 @@ def require_servable(config: Config, target: Target) -> Manifest:
     if config.eval.speculative_url is None:
         require_drafter_flags(formats.norms_of(config.drafter_dir))
     return manifest
-
-
-def run_server(
-    config: Config,
-    target: Target,
-    prompts: dict[str, list[Prompt]],
-    name: str,
-    speculation: Speculation | None,
-    look_up: Callable[[Client, str, Run], None] = lambda *_: None,
-) -> tuple[Runs, dict[str, Any]]:
-    """Answer everything on one server; returns the runs and the settings in force.
-
-    name: of its log. speculation: None serves the target alone. look_up: called with the server's
-    client, the benchmark and each run once all are measured.
-    """
-    args: dict[str, Any] = {"disable_radix_cache": True, "speculative_algorithm": None}
-    if speculation:
-        args |= speculation.server_args(config.drafter_dir.resolve())
-    log_file = config.run_dir / "logs" / f"{name}-server.log"
-    runs: Runs = {}
-    url = config.eval.speculative_url if speculation else config.eval.plain_url
-    urls = [url] if url else []
-    with (
-        get_server(replace(config.server, urls=urls), target.folder, log_file, args) as server,
-        _told(server),
-    ):
-        info = server.client.info()
-        settings = {k: v for k, v in info.items() if k.startswith("speculative_")} | {
-            k: info.get(k) for k in SETTINGS
-        }
-        tell_other_target(info, {config.target.path, str(target.folder)}, server.url)
-        require_settings(info, args)
-        require_room(info, prompts, config.eval.max_new_tokens, speculation)
-        for benchmark, items in prompts.items():
-            for concurrency in config.eval.concurrency:
-                run = measure(
-                    server.client,
-                    items,
-                    config.eval.max_new_tokens,
-                    concurrency,
-                    config.eval.warmup,
-                )
-                if speculation:
-                    run.histograms = histograms(run, speculation.num_steps)
-                runs[benchmark, concurrency] = run
-                log.info(
-                    "%s, %s x%d: %.1f tok/s", name, benchmark, concurrency, run.speed()["tok_s"]
-                )
-        for (benchmark, _), run in runs.items():
-            look_up(server.client, benchmark, run)
-    return runs, settings
-
-
-@contextmanager
-def _told(server: Server) -> Iterator[None]:
-    """A server that fails within is told about with the end of its log."""
-    try:
-        yield
-    except RequestFailed as failure:
-        raise RequestFailed(f"{failure}\n{server.last_words()}") from failure
 
 
 def compare(
@@ -170,6 +97,19 @@ def compare(
     return figures
 
 
+def _table(
+    plain: Served, speculative: Served, bigram: Bigram | None, num_steps: int
+) -> dict[str, dict[str, Any]]:
+    """Figures by benchmark and concurrency."""
+    table: dict[str, dict[str, Any]] = {}
+    for place, run in plain.runs.items():
+        name, concurrency = place
+        table.setdefault(name, {})[str(concurrency)] = compare(
+            run, speculative.runs[place], plain.differences[place], bigram, num_steps
+        )
+    return table
+
+
 def evaluate(config: Config) -> dict[str, Any]:
     """The whole stage; returns what results.json holds."""
     target = Target.from_config(config.target)
@@ -186,48 +126,53 @@ def evaluate(config: Config) -> dict[str, Any]:
     samples = trained_on(config)
     seen = samples and prompts_in(samples(), prompts)
     bigram = samples and Bigram(ids[mask].tolist() for ids, mask in samples())
-    chain = Speculation.chain(config.eval.num_steps)
-    speculative, settings = run_server(config, target, prompts, "eval-speculative", chain)
-    differing: dict[tuple[str, int], Differences] = {}
-
-    def look_up(client: Client, name: str, run: Run) -> None:
-        key = name, run.concurrency
-        differing[key] = differences(client, prompts[name], run, speculative[key])
-
-    plain, plain_settings = run_server(config, target, prompts, "eval-plain", None, look_up)
-    table: dict[str, dict[str, Any]] = {name: {} for name in prompts}
-    for (name, c), run in plain.items():
-        key = name, c
-        table[name][str(c)] = compare(
-            run, speculative[key], differing[key], bigram, config.eval.num_steps
+    num_steps = config.eval.num_steps
+    chain = Speculation.chain(num_steps)
+    folder = config.eval_dir / "kept"
+    inputs = measured_with(config, target, prompts, manifest, num_steps=num_steps)
+    with claimed(folder, inputs, refuse=False):
+        speculative = run_server(
+            config, target, prompts, "eval-speculative", chain, Kept(folder / "speculative")
         )
-    first = next(iter(table.values()))[str(config.eval.concurrency[0])]
-    results = {
-        **first,
-        "offline_step0_acceptance": predicted and predicted["step0"],
-        "offline": predicted,
-        "prompts_in_training": seen,
-        "benchmarks": table,
-        "versions": provenance.versions(),
-        "git_commit": provenance.git_commit(),
-        "machine": provenance.machine(),
-        "settings": {
-            "plain": plain_settings,
-            "speculative": settings,
-            "eval": config.resolved()["eval"],
-            "max_new_tokens": config.eval.max_new_tokens,
-            "temperature": 0,
-        },
-    }
-    write_json(config.eval_dir / "results.json", results)
-    outputs.write(config.outputs_file, prompts, plain, speculative)
-    Manifest(
-        kind="eval",
-        match={"target": target.identity()},
-        config=config.resolved(),
-        inputs={"drafter": manifest.hash()},
-    ).save(config.eval_dir)
+        plain = run_server(
+            config, target, prompts, "eval-plain", None, Kept(folder / "plain"), speculative.runs
+        )
+        table = _table(plain, speculative, bigram, num_steps)
+        results = {
+            **table[next(iter(prompts))][str(config.eval.concurrency[0])],
+            "offline_step0_acceptance": predicted and predicted["step0"],
+            "offline": predicted,
+            "prompts_in_training": seen,
+            "benchmarks": table,
+            "server_starts": {"plain": plain.starts, "speculative": speculative.starts},
+            "versions": provenance.versions(),
+            "git_commit": provenance.git_commit(),
+            "machine": provenance.machine(),
+            "settings": {
+                "plain": plain.settings,
+                "speculative": speculative.settings,
+                "eval": config.resolved()["eval"],
+                "max_new_tokens": config.eval.max_new_tokens,
+                "temperature": 0,
+            },
+        }
+        write_json(config.eval_dir / "results.json", results)
+        outputs.write(config.outputs_file, prompts, plain.runs, speculative.runs)
+        Manifest(
+            kind="eval",
+            match={"target": target.identity()},
+            config=config.resolved(),
+            inputs={"drafter": manifest.hash()},
+        ).save(config.eval_dir)
+        _tell(config, results)
+        discard(folder)  # only now: whoever evaluates again wants new figures
     return results
+
+
+def _tell(config: Config, results: dict[str, Any]) -> None:
+    path = report.write(config.run_dir, config.checkpoints_dir)
+    sys.stdout.write(report.summary(results) + f"\nreport: {path}\n")
+    _log_to_wandb(config, results)
 
 
 def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
@@ -253,9 +198,6 @@ def _log_to_wandb(config: Config, results: dict[str, Any]) -> None:
 @command("eval")
 def main(config: Config) -> None:
     results = evaluate(config)
-    path: Path = report.write(config.run_dir, config.checkpoints_dir)
-    sys.stdout.write(report.summary(results) + f"\nreport: {path}\n")
-    _log_to_wandb(config, results)
     if config.eval.require_identical:
         for name, runs in results["benchmarks"].items():
             for concurrency, figures in runs.items():

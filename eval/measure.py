@@ -28,6 +28,11 @@ class Run:
     concurrency: int
     histograms: list[list[int]] = field(default_factory=list)
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Run:
+        """Of what `asdict` gave."""
+        return cls(**{**data, "answers": [Answer(**answer) for answer in data["answers"]]})
+
     @property
     def tokens(self) -> int:
         return sum(len(a.output_ids) for a in self.answers)

@@ -12,8 +12,9 @@ from eagle3.manifest import write_text
 from eval.benchmarks import Prompt
 from eval.measure import Run
 
-Runs = dict[tuple[str, int], Run]
-"""Runs by benchmark and concurrency."""
+Place = tuple[str, int]
+"""Benchmark and concurrency."""
+Runs = dict[Place, Run]
 
 
 def write(path: Path, prompts: dict[str, list[Prompt]], plain: Runs, speculative: Runs) -> None:

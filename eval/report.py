@@ -62,7 +62,7 @@ def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make eval`."""
     lines = aligned(COLUMNS, rows(results))
     live = results["step0_acceptance"]["value"]
-    lines += _differences(results) + _seen(results) + _retries(results)
+    lines += _told(results)
     if (predicted := results["offline_step0_acceptance"]) is not None:
         name = next(iter(results["benchmarks"]))
         lines.append(
@@ -70,6 +70,22 @@ def summary(results: dict[str, Any]) -> str:
             "held-out samples of the store"
         )
     return "\n".join(lines)
+
+
+def _told(results: dict[str, Any]) -> list[str]:
+    """What has to be known beside the figures."""
+    lines = _differences(results) + _seen(results) + _retries(results)
+    for side, starts in results["server_starts"].items():
+        lines += several_starts(f"the {side} server", starts)
+    return lines
+
+
+def several_starts(server: str, starts: dict[str, list[str]]) -> list[str]:
+    """A line if not all runs come from one start of a server, which the next may not equal."""
+    if len(starts) < 2:
+        return []
+    parts = [f"{', '.join(names)} at {time}" for time, names in starts.items()]
+    return [f"runs come from {len(starts)} starts of {server}: {'; '.join(parts)}"]
 
 
 def _differences(results: dict[str, Any]) -> list[str]:
@@ -127,7 +143,7 @@ def write(run_dir: Path, train_dir: Path) -> Path:
 def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
     lines += [*markdown(COLUMNS, rows(results)), "", *markdown(LATENCIES, latencies(results))]
-    for line in _differences(results) + _seen(results) + _retries(results):
+    for line in _told(results):
         lines += ["", line]
     predicted = results["offline"]
     if predicted is not None:

@@ -3,13 +3,12 @@
 `python -m eval.tune experiment=<name>` answers the run's benchmarks on the plain server and on one
 server for each combination of `tune.num_steps`, `tune.topk` and `tune.draft_tokens`, and writes
 <run>/eval/tune.json and tune.md: a table, the best setting at each concurrency, and the command
-that launches it. What a server gave is kept in <run>/eval/tune/ as soon as it is measured, so that
-a rerun measures only what is missing; combinations that failed are tried again.
+that launches it. Each run is kept in <run>/eval/tune/ as soon as it is measured, so that a rerun
+measures only what is missing; combinations that failed are tried again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from eagle3 import provenance
 from eagle3.command import command
 from eagle3.config import Config
 from eagle3.errors import UserError
-from eagle3.manifest import Manifest, write_json
+from eagle3.manifest import write_json
 from eagle3.serving.client import RequestFailed
 from eagle3.serving.from_config import launches
 from eagle3.serving.server import shell_command
@@ -28,13 +27,14 @@ from eagle3.serving.watch import ServerFailed
 from eagle3.target import Target
 from eval import benchmarks, tune_report
 from eval.benchmarks import Prompt
-from eval.live import require_servable, run_server
+from eval.kept import Kept, claimed
+from eval.live import require_servable
 from eval.requirements import require_measurable
+from eval.served import measured_with, run_server
 from eval.speculation import Speculation, combinations
 from eval.tune_figures import Record, figures, rows, totals
 
 log = logging.getLogger(__name__)
-KIND = "tune"
 
 
 def measured(
@@ -44,26 +44,18 @@ def measured(
     speculation: Speculation | None,
     folder: Path,
 ) -> Record:
-    """One server's record: the one in the folder, else measured now and written there."""
+    """One server's record."""
     name = speculation.name if speculation else "plain"
-    path = folder / f"{name}.json"
-    if path.exists():
-        record: Record = json.loads(path.read_text())
-        if record["failed"] is None:
-            log.info("%s is measured already", name)
-            return record
-        log.info("%s failed before and is tried again", name)
-    record = {"speculation": speculation and asdict(speculation), "failed": None}
+    record: Record = {"speculation": speculation and asdict(speculation), "failed": None}
     try:
-        runs, record["server"] = run_server(config, target, prompts, f"tune-{name}", speculation)
-        record["runs"] = [
-            figures(benchmark, run, speculation) for (benchmark, _), run in runs.items()
-        ]
+        served = run_server(
+            config, target, prompts, f"tune-{name}", speculation, Kept(folder / name)
+        )
     except (ServerFailed, RequestFailed) as failure:
         log.warning("%s failed: %s", name, failure)
-        record["failed"] = str(failure)
-    write_json(path, record)
-    return record
+        return record | {"failed": str(failure)}
+    runs = [figures(benchmark, run, speculation) for (benchmark, _), run in served.runs.items()]
+    return record | {"server": served.settings, "starts": served.starts, "runs": runs}
 
 
 def launch_command(config: Config, target: Target, record: Record) -> str | None:
@@ -95,34 +87,6 @@ def choose(table: list[dict[str, Any]], servers: list[dict[str, Any]]) -> dict[s
     return best
 
 
-def _manifest(config: Config, target: Target, prompts: dict[str, list[Prompt]]) -> Manifest:
-    """Of the records: figures from another drafter, machine or setting must not share a table."""
-    drafter = require_servable(config, target)
-    versions = provenance.versions()
-    asked = {name: [p.input_ids for p in items] for name, items in prompts.items()}
-    return Manifest(
-        kind=KIND,
-        match={
-            "target": target.identity(),
-            # the files themselves: a config.json may have been edited since
-            "drafter": {
-                name: provenance.hash_file(config.drafter_dir / name)
-                for name in ("config.json", "model.safetensors")
-            },
-            "prompts": provenance.hash_json(asked),
-            "concurrency": config.eval.concurrency,
-            "max_new_tokens": config.eval.max_new_tokens,
-            "warmup": config.eval.warmup,
-            "plain_url": config.eval.plain_url,
-            "server": {key: getattr(config.server, key) for key in ("args", "env", "backends")},
-            "machine": provenance.machine(),
-            "versions": {name: versions[name] for name in ("sglang", "torch")},
-        },
-        config=config.resolved(),
-        inputs={"drafter": drafter.hash()},
-    )
-
-
 def tune(config: Config) -> dict[str, Any]:
     """The whole stage; returns what tune.json holds.
 
@@ -139,13 +103,10 @@ def tune(config: Config) -> dict[str, Any]:
     target = Target.from_config(config.target)
     prompts = benchmarks.load(config, target)
     require_measurable(config.eval, prompts)
-    manifest = _manifest(config, target, prompts)
+    manifest = measured_with(config, target, prompts, require_servable(config, target))
     folder = config.eval_dir / "tune"
-    remedy = f"Remove {folder} to measure anew, or choose another run_name."
-    begun = len(list(folder.glob("*.json"))) > 1  # beside the manifest
-    if not manifest.resumes(folder, f"{folder}", remedy, begun):
-        manifest.save(folder)
-    records = [measured(config, target, prompts, one, folder) for one in (None, *wanted)]
+    with claimed(folder, manifest, refuse=True):
+        records = [measured(config, target, prompts, one, folder) for one in (None, *wanted)]
     failed = [{k: r[k] for k in ("speculation", "failed")} for r in records if r["failed"]]
     if all(record["failed"] for record in records[1:]):
         reasons = [f"{one['speculation'] or 'plain'}: {one['failed']}" for one in failed]
@@ -154,6 +115,7 @@ def tune(config: Config) -> dict[str, Any]:
         {
             "speculation": record["speculation"],
             "settings": record["server"],
+            "starts": record["starts"],
             "command": launch_command(config, target, record),
         }
         for record in records

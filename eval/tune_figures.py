@@ -12,7 +12,7 @@ from eval.stats import acceptance
 
 Record = dict[str, Any]
 """What one server gave: `speculation` (None: plain), `runs` (a list of figures), `server` (its
-settings in force), or `failed` (why there are none)."""
+settings in force), `starts` (of `Served`), or `failed` (why there are none)."""
 
 
 def figures(benchmark: str, run: Run, speculation: Speculation | None) -> dict[str, Any]:

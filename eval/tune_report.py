@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.report import aligned, markdown
+from eval.report import aligned, markdown, several_starts
 
 COLUMNS = [
     "benchmark", "concurrency", "steps", "topk", "draft tokens", "accept length", "tok/s",
@@ -52,21 +52,27 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "" if value is None else f"{value:{form}}{unit}"
 
 
-def failures(results: dict[str, Any]) -> list[str]:
-    """A line for each server that could not be measured, and for each row with requests that
-    failed at first."""
+def remarks(results: dict[str, Any]) -> list[str]:
+    """A line for each server that could not be measured, for each that was started several times,
+    and for each row with requests that failed at first."""
     lines = []
     for one in results["failed"]:
-        name = _name(one["speculation"]) if one["speculation"] else "plain serving"
+        name = _server(one["speculation"])
         lines.append(f"{name} could not be measured: {one['failed'].splitlines()[0]}")
+    for one in results["servers"]:
+        lines += several_starts(_server(one["speculation"]), one["starts"])
     for row in results["rows"]:
         if row["retries"]:
-            name = _name(row["speculation"]) if row["speculation"] else "plain serving"
+            name = _server(row["speculation"])
             lines.append(
                 f"{name}, {row['benchmark']} x{row['concurrency']}: {row['retries']} requests "
                 "failed and were made again; its times include the pauses"
             )
     return lines
+
+
+def _server(speculation: dict[str, int] | None) -> str:
+    return _name(speculation) if speculation else "plain serving"
 
 
 def _name(speculation: dict[str, int]) -> str:
@@ -88,7 +94,7 @@ def verdict(concurrency: str, best: dict[str, Any]) -> str:
 
 def summary(results: dict[str, Any]) -> str:
     """A few lines for the end of `make tune`."""
-    lines = aligned(COLUMNS, table(results)) + failures(results)
+    lines = aligned(COLUMNS, table(results)) + remarks(results)
     for concurrency, best in results["best"].items():
         lines += ["", verdict(concurrency, best)]
         lines += [best["command"]] if best["command"] else []
@@ -100,7 +106,7 @@ def write(run_dir: Path) -> Path:
     folder = run_dir / "eval"
     results = json.loads((folder / "tune.json").read_text())
     lines = [f"# {run_dir.name}: speculative settings", "", *markdown(COLUMNS, table(results))]
-    for line in failures(results):
+    for line in remarks(results):
         lines += ["", line]
     lines += [
         "",

@@ -163,6 +163,9 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
         **figures, "offline_step0_acceptance": None, "offline": None,
         "benchmarks": {"gsm": {"1": figures}}, "versions": {}, "machine": {}, "git_commit": "x",
         "settings": {}, "prompts_in_training": {"gsm": 2},
+        "server_starts": {
+            "plain": {"9:00": ["gsm x1"]}, "speculative": {"9:05": ["gsm x1"], "10:00": ["gsm x8"]}
+        },
     }  # fmt: skip
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
@@ -174,7 +177,9 @@ def test_report_is_written_from_results_alone(tmp_path: Path) -> None:
     assert "2 prompts of gsm are in the drafter's training data" in report.summary(results)
     assert "training data" not in report.summary({**results, "prompts_in_training": None})
     told = "gsm x1: 2 requests to the plain server failed and were made again"
-    assert told in text and told in report.summary(results) and "speculative server" not in text
+    assert told in text and told in report.summary(results) and "to the speculative" not in text
+    told = "runs come from 2 starts of the speculative server: gsm x1 at 9:05; gsm x8 at 10:00"
+    assert told in text and told in report.summary(results) and "of the plain server" not in text
     predicted = report.summary({**results, "offline_step0_acceptance": 0.25})
     assert "live 50.0% on gsm, offline prediction 25.0%" in predicted
     plots = {"acceptance.png", "speed.png"}

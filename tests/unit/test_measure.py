@@ -15,8 +15,9 @@ from eagle3.errors import UserError
 from eagle3.serving.client import Answer, Client, RequestFailed, RequestRefused
 from eagle3.serving.server import Server
 from eagle3.target import Target
-from eval import live
+from eval import served
 from eval.benchmarks import Prompt
+from eval.kept import Kept
 from eval.measure import HISTOGRAM, Run, histograms, measure
 from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
 from eval.speculation import Speculation
@@ -105,10 +106,12 @@ def test_a_server_that_dies_is_told_with_the_end_of_its_log(
     client.retry_waits_s = ()
     client.info = lambda: {"model_path": str(target.folder)}  # type: ignore[method-assign]
     dead = Server(url=client.url, client=client, process=process, log=tmp_path / "log")
-    monkeypatch.setattr(live, "get_server", lambda *_: nullcontext(dead))
+    monkeypatch.setattr(served, "get_server", lambda *_: nullcontext(dead))
     config = Config(run_name="x", target=TargetConfig(path=str(target.folder)))
     with pytest.raises(RequestFailed, match=r"(?s)Connection.* ended with status 1.*out of memory"):
-        live.run_server(config, target, {"gsm": PROMPTS}, "plain", None)
+        served.run_server(
+            config, target, {"gsm": PROMPTS}, "eval-plain", None, Kept(tmp_path / "kept")
+        )
 
 
 def test_too_few_prompts_for_a_concurrency_are_told(caplog: pytest.LogCaptureFixture) -> None:

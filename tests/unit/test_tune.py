@@ -4,24 +4,24 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from eagle3.config import Config, ServerConfig, TargetConfig, TuneConfig
 from eagle3.errors import UserError
-from eagle3.manifest import Manifest
 from eagle3.serving import cpu
 from eagle3.serving.client import Answer, RequestFailed
 from eagle3.serving.watch import ServerFailed
-from eval import tune, tune_report
+from eval import benchmarks, tune, tune_report
 from eval.benchmarks import Prompt
 from eval.measure import Run
 from eval.speculation import Speculation, combinations
 from tests.conftest import TINY
+from tests.fake_servers import FakeServers, drafts
 
 SPEEDS = {
     # tok/s of (benchmark a, benchmark b) by concurrency
@@ -29,45 +29,30 @@ SPEEDS = {
     "steps1_topk1_tokens2": {1: (15.0, 15.0), 8: (45.0, 45.0)},
     "steps2_topk1_tokens3": {1: (12.0, 30.0), 8: (40.0, 40.0)},
 }
+PROMPTS = {name: [Prompt(id=name, input_ids=[1, 2])] * 8 for name in ("a", "b")}
 
 
-class Servers:
-    """Stands in for `run_server`; `started` names the servers in their order."""
+class Servers(FakeServers):
+    """Of these speeds, and with one answer to all prompts."""
 
     def __init__(self) -> None:
+        super().__init__(self.answered)
         self.speeds = dict(SPEEDS)
-        self.failures: dict[str, Exception | type[BaseException]] = {}
-        self.started: list[str] = []
         self.says: dict[str, int] = {}
         self.retries = 0
 
-    def __call__(self, config, target, prompts, name, speculation):
-        key = speculation.name if speculation else "plain"
-        assert name == f"tune-{key}"
-        self.started.append(key)
-        if key in self.failures:
-            raise self.failures[key]
-        runs, word = {}, self.says.get(key, 7)
-        for place, benchmark in enumerate(prompts):
-            for concurrency in config.eval.concurrency:
-                # both benchmarks take as long, so that the total is the mean of their speeds
-                tokens = round(self.speeds[key][concurrency][place] * 10)
-                run = Run(
-                    answers=[
-                        Answer(
-                            output_ids=[word] * tokens,
-                            finish="stop",
-                            latency_s=20.0,
-                            retries=self.retries,
-                        )
-                    ],
-                    seconds=10.0,
-                    concurrency=concurrency,
-                )
-                if speculation:
-                    run.histograms = [[1] + [0] * (speculation.num_steps - 1) + [3]]
-                runs[benchmark, concurrency] = run
-        return runs, {"attention_backend": "triton", "speculative_num_steps": 1}
+    def answered(self, name: str, prompts: list[Prompt], concurrency: int) -> Run:
+        # both benchmarks take as long, so that the total is the mean of their speeds
+        tokens = round(self.speeds[name][concurrency]["ab".index(prompts[0].id)] * 10)
+        steps = 0 if name == "plain" else int(name[len("steps")])
+        answer = Answer(
+            output_ids=[self.says.get(name, 7)] * tokens,
+            finish="stop",
+            latency_s=20.0,
+            meta=drafts(steps, 1, *[0] * (steps - 1), 3) if steps else {},
+            retries=self.retries,
+        )
+        return Run(answers=[answer], seconds=10.0, concurrency=concurrency)
 
 
 @pytest.fixture
@@ -89,14 +74,10 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     fake = Servers()
-    prompts = {name: [Prompt(id=name, input_ids=[1, 2])] * 8 for name in ("a", "b")}
-    monkeypatch.setattr(tune, "run_server", fake)
-    monkeypatch.setattr(tune, "require_servable", lambda *_: Manifest(kind="drafter", match={}))
-    monkeypatch.setattr(tune.benchmarks, "load", lambda *_: prompts)
-    monkeypatch.setattr(cpu, "needed", lambda: False)
-    yield fake
+    fake.install(monkeypatch, PROMPTS)
+    return fake
 
 
 def test_the_fastest_over_all_benchmarks_is_chosen_at_each_concurrency(
@@ -161,7 +142,7 @@ def test_outputs_are_compared_with_those_of_plain_serving(config: Config, server
     found = {json.dumps(r["speculation"]): r["identical"] for r in tune.tune(config)["rows"]}
     assert list(found.values()) == [1, 1, 0]
     servers.failures = {"plain": ServerFailed("no memory")}
-    (config.eval_dir / "tune" / "plain.json").unlink()
+    shutil.rmtree(config.eval_dir / "tune" / "plain")
     assert all(row["identical"] is None for row in tune.tune(config)["rows"])
 
 
@@ -243,9 +224,41 @@ def test_after_an_interruption_only_what_is_missing_is_measured(
     assert len(tune.tune(config)["rows"]) == len(resumed["rows"]) + 4
     assert servers.started == ["steps2_topk1_tokens3", "steps3_topk1_tokens4"]
     config.tune.num_steps = [1, 2]
-    for path in (config.eval_dir / "tune").iterdir():
-        path.unlink()
+    shutil.rmtree(config.eval_dir / "tune")
     assert tune.tune(config)["rows"] == resumed["rows"]
+
+
+def test_a_server_that_was_ended_goes_on(config: Config, servers: Servers) -> None:
+    def end(_: str) -> None:
+        if len(servers.measured) == 7:
+            raise KeyboardInterrupt
+
+    servers.event = end
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(config)
+    assert servers.measured[-1] == "steps1_topk1_tokens2 b x1"
+    servers.event, servers.measured = lambda _: None, []
+    results = tune.tune(config)
+    assert servers.measured[:3] == [
+        "steps1_topk1_tokens2 b x1", "steps1_topk1_tokens2 b x8", "steps2_topk1_tokens3 a x1"
+    ]  # fmt: skip
+    (told,) = tune_report.remarks(results)
+    assert told == (
+        "runs come from 2 starts of steps 1, topk 1, draft tokens 2: a x1, a x8 at time 2; "
+        "b x1, b x8 at time 3"
+    )
+    assert told in tune_report.write(config.run_dir).read_text()
+
+
+def test_another_concurrency_is_measured_beside_those_that_are_there(
+    config: Config, servers: Servers
+) -> None:
+    config.eval.concurrency = [8]
+    tune.tune(config)
+    servers.measured = []
+    config.eval.concurrency = [1, 8]
+    assert [row["concurrency"] for row in tune.tune(config)["totals"]] == [1] * 3 + [8] * 3
+    assert len(servers.measured) == 6 and all(run.endswith(" x1") for run in servers.measured)
 
 
 def test_figures_of_another_drafter_or_setting_are_refused(
@@ -264,7 +277,6 @@ def test_figures_of_another_drafter_or_setting_are_refused(
     weights.write_text("model.safetensors")
     for holder, name, value, key in (
         (config.eval, "max_new_tokens", 9, "max_new_tokens"),
-        (config.eval, "concurrency", [1], "concurrency"),
         (config.eval, "warmup", 1, "warmup"),
         (config.eval, "plain_url", "http://127.0.0.1:1", "plain_url"),
         (config.server, "args", {"tp_size": 2}, "server"),
@@ -274,7 +286,7 @@ def test_figures_of_another_drafter_or_setting_are_refused(
         refused(key)
         setattr(holder, name, before)
     other = {name: [Prompt(id=name, input_ids=[1, 3])] * 8 for name in ("a", "b")}
-    monkeypatch.setattr(tune.benchmarks, "load", lambda *_: other)
+    monkeypatch.setattr(benchmarks, "load", lambda *_: other)
     refused("prompts")
     assert servers.started == []
 
