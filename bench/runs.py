@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from eagle3.config import Config, from_dict_config
+from eagle3.composition import from_dict_config, register
+from eagle3.config import Config
 from eagle3.drafter import Drafter
 from eagle3.loss import Teacher
 from eagle3.store.reader import StoreReader
@@ -30,9 +31,8 @@ def compose(overrides: list[str]) -> Config:
     """The configuration that `python -m training.train <overrides>` would use."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    register()
     folder = Path(__file__).resolve().parents[1] / "conf"
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
         return from_dict_config(hydra_compose("train", overrides=overrides))

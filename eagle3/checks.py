@@ -34,10 +34,11 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "0 or more": (
         lambda x: x >= 0,
         (
-            "seed", "respond.skip", "respond.temperature", "verify.recapture",
+            "respond.skip", "respond.temperature", "verify.recapture",
             "optimizer.weight_decay", "train.step_decay", "train.simulate_samples", "eval.warmup",
         ),
     ),
+    "0 or more and below 2^63": (lambda x: 0 <= x < 2**63, ("seed",)),
     "above 0": (
         lambda x: x > 0,
         (

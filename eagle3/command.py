@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle3.config import Config, from_dict_config
+from eagle3 import composition, writing
+from eagle3.config import Config
 from eagle3.errors import UserError
 
 
@@ -24,31 +26,37 @@ def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None
     def decorate(run: Callable[[Config], None]) -> Callable[[], None]:
         def main() -> None:
             import hydra
-            from hydra.core.config_store import ConfigStore
 
             from eagle3 import logging as console
 
             console.setup()
             end_by_signals()
-            ConfigStore.instance().store(name="schema", node=Config)
+            composition.register()
             started = False
 
             def task(composed: DictConfig) -> None:
                 nonlocal started
                 started = True
                 with _user_errors():
-                    config = from_dict_config(composed)
-                    with recorded(name, config):
-                        run(config)
+                    config = composition.from_dict_config(composed)
+                    with writing.told(config.run_dir, config.checkpoints_dir):
+                        writing.require(
+                            config.checkpoints_dir if name == "train" else config.run_dir
+                        )
+                        with recorded(name, config):
+                            run(config)
 
             folder = Path(__file__).resolve().parents[1] / "conf"
-            try:
-                hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(task)()
-            except SystemExit as stop:
-                # Hydra reports a bad override or group itself, with status 1
-                if stop.code == 1 and not started:
-                    raise SystemExit(2) from None
-                raise
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits, with status 1
+            with _user_errors():
+                try:
+                    hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(
+                        task
+                    )()
+                except composition.complaints() as error:
+                    if started:
+                        raise
+                    raise UserError(f"configuration: {composition.in_words(error)}") from error
 
         return main
 

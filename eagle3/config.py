@@ -1,4 +1,4 @@
-"""Configuration: dataclass schemas, and the one place where Hydra's DictConfig becomes dataclasses.
+"""Configuration: dataclass schemas.
 
 All commands share one schema, so that an experiment file describes a whole run, prompts to report,
 and every command checks all of it before anything starts.
@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-
-from eagle3.errors import UserError
+from omegaconf import MISSING
 
 
 @dataclass(kw_only=True, slots=True)
@@ -373,25 +371,3 @@ class Config:
         if data["server"]["api_key"]:
             data["server"]["api_key"] = "***"
         return data
-
-
-def from_dict_config(composed: DictConfig) -> Config:
-    """Resolve and check a composed configuration.
-
-    Raises:
-        UserError: a required value is missing or a value does not fit; names the key.
-    """
-    from omegaconf.errors import OmegaConfBaseException
-
-    from eagle3 import checks
-
-    try:
-        missing = OmegaConf.missing_keys(composed)
-        if missing:
-            raise UserError(f"required configuration values are missing: {sorted(missing)}")
-        config = OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        raise UserError(f"configuration: {error}") from error
-    assert isinstance(config, Config)
-    checks.require(config)
-    return config

@@ -27,10 +27,12 @@ def load_config(folder: Path) -> dict[str, Any]:
         UserError: there is none, or it is not JSON.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} holds no drafter: no config.json")
     try:
         data = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise UserError(f"{folder} holds no drafter: no config.json") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -52,8 +54,8 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
         )
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged, or not readable for this user: {error}") from error
 
 
 def with_maps(tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:

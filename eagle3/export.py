@@ -100,10 +100,11 @@ def save_sglang(
         for name, tensor in drafter.state_dict().items()
         if not name.startswith("embed_tokens.")
     }
+    # before the weights, whose library would tell less of what the system refuses
+    write_json(folder / "config.json", sglang_config(drafter.config, aux_layers, target, dtype))
     temporary = folder / f".{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.rename(folder / WEIGHTS)
-    write_json(folder / "config.json", sglang_config(drafter.config, aux_layers, target, dtype))
     manifest.inputs["weights"] = provenance.hash_file(folder / WEIGHTS)
     manifest.save(folder)
     if found := problems(folder):

@@ -57,13 +57,16 @@ class Manifest:
             )
         try:
             data = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}") from error
-        if data.get("format") != FORMAT:
-            raise UserError(f"{path} has format {data.get('format')}; this version reads {FORMAT}")
-        if data["kind"] != kind:
-            raise UserError(f"{folder} holds {data['kind']!r}, expected {kind!r}")
-        return cls(**data)
+            if data["format"] != FORMAT:
+                raise UserError(f"{path} has format {data['format']}; this version reads {FORMAT}")
+            found = cls(**data)
+        except UserError:
+            raise
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is damaged: {error!r}") from error
+        if found.kind != kind:
+            raise UserError(f"{folder} holds {found.kind!r}, expected {kind!r}")
+        return found
 
     def resumes(self, folder: Path, where: str, remedy: str, begun: bool = True) -> bool:
         """Whether the folder holds an earlier part of this same run.

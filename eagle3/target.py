@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ class Target:
         folder = Path(path)
         if not folder.is_dir():
             folder = _from_hub(path, revision)
-        if not (folder / "config.json").exists():
-            raise UserError(f"target.path={path}: {folder} has no config.json")
+        if not os.path.exists(folder / "config.json"):  # noqa: PTH110, Path's raises
+            raise UserError(f"target.path={path}: {folder} has no config.json that can be read")
         return cls(folder=folder, trust_remote_code=trust_remote_code)
 
     @classmethod
@@ -195,10 +196,10 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path} is damaged, or a Git LFS pointer in place of the weights: fetch it again "
-            f"({error})"
+            f"{path} is damaged, or a Git LFS pointer in place of the weights, or not readable for "
+            f"this user: fetch it again ({error})"
         ) from error
 
 

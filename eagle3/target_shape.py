@@ -19,7 +19,9 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): fetch the target again") from error
     if not (isinstance(data, dict) and data.get("architectures")):
         raise UserError(f"{path} names no architecture: it is not a language model's")

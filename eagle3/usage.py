@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from eagle3.errors import UserError
 from eagle3.manifest import write_json
 
 PERIOD_S = 2.0
@@ -22,7 +24,11 @@ def recorded(name: str, path: Path) -> Iterator[None]:
 
     Memory is the proportional set size summed over the process tree, so that what processes share
     counts once; it is sampled every PERIOD_S seconds.
+
+    Raises:
+        UserError: before the block, the file is damaged.
     """
+    _read(path)
     stop = threading.Event()
     peak = 0.0
 
@@ -41,12 +47,19 @@ def recorded(name: str, path: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-    usage = json.loads(path.read_text()) if path.exists() else {}
+    usage = _read(path)  # again: other commands may have come to their end
     usage[name] = {
         "seconds": round(time.monotonic() - start, 1),
         "peak_memory_gb": round(peak, 2),
     }
     write_json(path, usage)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): remove it, it only keeps figures") from error
 
 
 def tree_memory_gb() -> float:

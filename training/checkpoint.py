@@ -76,7 +76,16 @@ def best(found: list[Path]) -> Path | None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
+    """Step and validation results of a checkpoint.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    path = folder / "state.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): remove {folder}") from error
 
 
 def weights(folder: Path, kind: str = "drafter") -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ import weakref
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from eagle3 import logging as console
-from eagle3.config import Config, from_dict_config
+from eagle3.composition import from_dict_config, register
+from eagle3.config import Config
 from eagle3.errors import UserError
 from training.engine import World, group_left_at_end
 from training.train import Trainer
@@ -43,7 +43,7 @@ def run(config: Config, world: World, largest_file: int | None) -> None:
 
 def main() -> None:
     console.setup()
-    ConfigStore.instance().store(name="schema", node=Config)
+    register()
     world = World.join()
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
         for job in json.loads(sys.argv[1]):

@@ -103,6 +103,13 @@ def test_a_damaged_file_is_told(tmp_path: Path, kind: str) -> None:
         checkpoint.load_optimizer(source, folder)
 
 
+@pytest.mark.parametrize("text", ["", "{", "3"])
+def test_a_damaged_state_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(UserError, match="state.json is damaged"):
+        checkpoint.load_state(tmp_path)
+
+
 def test_weights_pruned_while_they_are_read_are_told(tmp_path: Path) -> None:
     save(engine(1), tmp_path, 1)
     folder = checkpoint.choose(tmp_path, "last")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from eagle3.checks import RANGES
-from eagle3.config import Config, from_dict_config
+from eagle3.composition import from_dict_config, register
+from eagle3.config import Config
 from eagle3.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml
 
 
 def load(*overrides: str, command: str = "train") -> Config:
-    ConfigStore.instance().store(name="schema", node=Config)
+    register()
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
         return from_dict_config(compose(command, list(overrides)))
 
@@ -73,6 +73,8 @@ def test_missing_values_are_named() -> None:
         ("benchmark.gsm.limit=0", "benchmark.gsm.limit=0 must be 1 or more"),
         ("train.keep_checkpoints=0", "must be 1 or more"),  # would keep all
         ("train.validation_ratio=1", "must be 0 or more and below 1"),
+        ("seed=9223372036854775808", "must be 0 or more and below 2"),
+        ("+train.lr=1", r"'TrainConfig' object has no attribute 'lr': \+ only adds"),
         ("optimizer.beta2=1", "must be 0 or more and below 1"),
     ],
 )
@@ -90,6 +92,22 @@ def test_no_number_is_below_zero(key: str) -> None:
 def test_what_is_at_the_edge_of_a_range_can_be() -> None:
     edges = ["train.simulate_samples=0", "train.validation_ratio=0", "train.step_decay=0", "seed=0"]
     load("experiment=ci", *edges)
+
+
+def test_a_part_that_is_none_can_be_set_value_by_value() -> None:
+    config = load("experiment=ci")
+    assert config.extract.expect is None and config.target.shape is None
+    for overrides in (
+        ["extract.expect.samples=3", "extract.expect.tokens=50"],
+        ["extract.expect={samples: 3, tokens: 50}"],
+    ):
+        expect = load("experiment=ci", *overrides).extract.expect
+        assert expect is not None and (expect.samples, expect.tokens) == (3, 50)
+    with pytest.raises(UserError, match=r"missing: \['extract.expect.tokens'\]"):
+        load("experiment=ci", "extract.expect.samples=3")
+    kimi = load("experiment=kimi_k25", "target.shape.num_layers=7").target.shape
+    assert kimi is not None and (kimi.num_layers, kimi.hidden_size) == (7, 7168)
+    assert load("experiment=kimi_k25", "target.shape=null").target.shape is None
 
 
 def test_secrets_stay_out_of_manifests() -> None:
@@ -143,6 +161,90 @@ def test_mistakes_of_other_commands(arguments: list[str], named: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2, done.stderr[-2000:]
     assert named in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("contents", "told"),
+    [
+        (b"run_name: x\n\ttrain: 1\n", 'mine.yaml", line 3, column 1'),
+        (b"run_name: [x\ntrain: 1\n", 'mine.yaml", line 2, column'),
+        (b"run_name: x\nrun_name: y\n", "duplicate key run_name"),
+        (b"run_name: \xff\n", "not UTF-8"),
+        (b"train: 3\n", "int is not a subclass of TrainConfig"),
+        (b"runname: x\n", "Key 'runname' not in 'Config'"),
+        (None, "is the file's first line `# @package _global_`?"),
+    ],
+)
+def test_a_users_own_file_that_does_not_read(
+    tmp_path: Path, contents: bytes | None, told: str
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = b"run_name: x\n" if contents is None else b"# @package _global_\n" + contents
+    (tmp_path / "experiment" / "mine.yaml").write_bytes(text)
+    done = run("training.train", f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    assert done.returncode == 2 and done.stderr.startswith("error: configuration: "), done.stderr
+    assert told.lower() in done.stderr.lower() and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("extract.expect=5", "It has: samples, tokens, answer_share\n"),
+        ("target.shape=[1]", "target.shape: "),
+        ("target.shape={hiden_size: 3}", "It has: architecture, hidden_size, num_layers, vocab"),
+        ("train.lr=3", "It has: max_steps, epochs"),
+        ("server.args.foo=3", "use +server.args.foo=3"),
+        ("deepspeed=null", "is never null: leave it out"),
+        ("data.prompts=a=b", "data.prompts=a=b: mismatched input"),
+        ("runs_dir=???", "missing: ['runs_dir']"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_with_its_key(override: str, told: str) -> None:
+    done = run("extraction.plan", "experiment=ci", override)
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+    assert told in done.stderr and "Traceback" not in done.stderr
+    assert "full_key" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "extraction.respond", "extraction.extract", "extraction.plan", "extraction.verify",
+        "training.train", "training.export", "eval.live", "eval.offline", "eval.parity",
+        "eval.tune",
+    ],
+)  # fmt: skip
+def test_a_file_where_the_run_would_be(tmp_path: Path, module: str) -> None:
+    (tmp_path / "mine").touch()
+    done = run(module, "experiment=ci", f"runs_dir={tmp_path}", "run_name=mine")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert f"error: {tmp_path}/mine is not a folder. " in done.stderr
+
+
+def test_a_file_where_a_commands_own_folder_would_be(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "responses").touch()
+    done = run("extraction.respond", "experiment=ci", f"runs_dir={tmp_path}", "run_name=mine")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert f"error: {tmp_path}/mine/responses: File exists. " in done.stderr
+
+
+def test_a_sweep_names_the_value_that_does_not_fit(tmp_path: Path) -> None:
+    done = run("training.train", "--multirun", "experiment=ci", f"runs_dir={tmp_path}", "seed=1,x")
+    assert done.returncode == 2 and "Error merging override seed=x\nseed: " in done.stderr
+
+
+def test_a_defect_keeps_its_traceback_and_status_1() -> None:
+    code = (
+        "from eagle3.command import command\n"
+        "@command('plan')\ndef main(config): {}['a defect']\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "experiment=ci"], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "KeyError: 'a defect'" in done.stderr
 
 
 @pytest.mark.parametrize(

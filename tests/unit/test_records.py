@@ -1,4 +1,7 @@
+import bz2
+import gzip
 import json
+import lzma
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -124,6 +127,56 @@ def test_a_bad_weight_in_parquet_names_the_row(tmp_path: Path) -> None:
     Dataset.from_list(rows).to_parquet(str(tmp_path / "bad.parquet"))
     with pytest.raises(UserError, match=r"bad.parquet, row 2: weight -0.5 is not a number"):
         read(str(tmp_path / "bad.parquet"))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.parquet"])
+def test_a_folder_with_the_name_of_a_data_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is a folder: name a file in it"):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+@pytest.mark.parametrize(
+    ("contents", "told"),
+    [
+        (gzip.compress(b'{"prompt": "q"}'), r"compressed \(gzip\): unpack it"),
+        (bz2.compress(b'{"prompt": "q"}'), r"compressed \(bzip2\): unpack it"),
+        (lzma.compress(b'{"prompt": "q"}'), r"compressed \(xz\): unpack it"),
+        ('{"prompt": "q"}'.encode("utf-16"), "UTF-16, perhaps.*convert it to UTF-8"),
+        ('{"prompt": "q"}'.encode("utf-16-le"), "UTF-16, perhaps.*convert it to UTF-8"),
+        (b"[" * 100_000, "not a JSON object|is not JSON"),
+        ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "bad UTF-8"),
+    ],
+)
+def test_a_file_of_another_form_is_told_from_a_bad_row(
+    tmp_path: Path, name: str, contents: bytes, told: str
+) -> None:
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(UserError, match=f"{name}.*({told})"):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.csv", "p"])
+def test_a_file_of_another_name_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"prompt": "q"}')
+    with pytest.raises(
+        UserError, match=f"{name} cannot be read: it is none of .jsonl, .json and .parquet"
+    ):
+        read(str(tmp_path / name))
+    with pytest.raises(UserError, match="name of a data file is empty"):
+        read("")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "q"}')
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match="p.jsonl cannot be read: Permission denied"):
+        read(str(tmp_path / "p.jsonl"))
 
 
 def test_nothing_usable_is_an_error(tmp_path: Path) -> None:

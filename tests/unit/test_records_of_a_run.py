@@ -27,6 +27,13 @@ def test_manifest_round_trip_and_kind(tmp_path: Path) -> None:
         Manifest.load(tmp_path / "else", "store")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"kind": "store"}', '{"format": 1, "x": 2}'])
+def test_a_manifest_that_is_none_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="manifest.json is damaged"):
+        Manifest.load(tmp_path, "store")
+
+
 def test_mismatches_are_named_with_both_values() -> None:
     with pytest.raises(UserError, match=r"layers: configured \[1\], found \[2\]") as error:
         require_match(
@@ -128,6 +135,9 @@ def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), usage.recorded("eval", path):
         1 / 0  # noqa: B018
     assert "eval" not in json.loads(path.read_text())
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"usage.json is damaged .*remove it"):
+        usage.recorded("verify", path).__enter__()
 
 
 def test_capturing_evals_answers_is_a_stage_of_its_own(tmp_path: Path) -> None:

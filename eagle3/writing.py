@@ -1,0 +1,60 @@
+"""A run's folders, and what keeps a command from working in them that its user can mend."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle3.errors import UserError
+
+REMEDY = (
+    "The run's files are there: move away what is in the way, get the right to read and write, or "
+    "choose another runs_dir, run_name or train_dir"
+)
+HINDRANCES = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
+def require(folder: Path) -> None:
+    """Refuse, before any work, a folder that is not there and cannot be made, or takes no files.
+
+    Raises:
+        UserError: names what is in the way.
+    """
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise UserError(f"{there} is not a folder. {REMEDY}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{there} is not writable for this user. {REMEDY}")
+
+
+@contextmanager
+def told(*folders: Path) -> Iterator[None]:
+    """Tell what the system refuses to do in these folders, or on the way to them, as a mistake.
+
+    Raises:
+        UserError: names the file and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not any(_hinders(error, folder.absolute()) for folder in folders):
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}. {REMEDY}") from error
+
+
+def _hinders(error: OSError, folder: Path) -> bool:
+    """Whether it is the reason why something in a folder, or the folder, could not be made."""
+    if not isinstance(error.filename, str):
+        return False
+    path = Path(error.filename).absolute()
+    if folder.is_relative_to(path):
+        return error.errno in {*HINDRANCES, errno.ENOENT}
+    return path.is_relative_to(folder) and error.errno in HINDRANCES
