@@ -70,6 +70,7 @@ class Verifier:
             id=sample.id,
             tensors={"input_ids": input_ids, "loss_mask": loss_mask, **kept},
             weight=sample.weight,
+            conversation=sample.conversation,
         )
 
     def _probe(self, kind: str, states: dict[str, Tensor], range_: Tensor) -> str | None:

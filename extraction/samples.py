@@ -24,16 +24,23 @@ log = logging.getLogger(__name__)
 @dataclass(kw_only=True, slots=True)
 class TokenSample:
     """One document to capture: token ids [T] int32 and loss mask [T] uint8; `weight` is the factor
-    of its losses in training."""
+    of its losses in training. Samples with the same `conversation`, the number of the first of
+    them, are turns of one conversation; None is a conversation of its own."""
 
     id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
     weight: float = 1.0
+    conversation: int | None = None
 
     @classmethod
     def of(
-        cls, id: str, input_ids: Sequence[int], loss_mask: Sequence[int], weight: float = 1.0
+        cls,
+        id: str,
+        input_ids: Sequence[int],
+        loss_mask: Sequence[int],
+        weight: float = 1.0,
+        conversation: int | None = None,
     ) -> TokenSample:
         """Of any sequences; kept in 5 bytes a token, since all samples of a run are in memory."""
         return cls(
@@ -41,6 +48,7 @@ class TokenSample:
             input_ids=np.asarray(input_ids, dtype=np.int32),
             loss_mask=np.asarray(loss_mask, dtype=np.uint8),
             weight=weight,
+            conversation=conversation,
         )
 
     @property
@@ -77,6 +85,7 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
             except RowError as error:
                 skipped[str(error)] += 1
                 continue
+            first = len(samples)
             for turn, part in enumerate(encoded):
                 if reason := _unfit(part, config.data.max_length, target.vocab_size):
                     skipped[reason] += 1
@@ -87,6 +96,7 @@ def load(config: Config, target: Target) -> tuple[list[TokenSample], Counter[str
                         part.input_ids,
                         part.loss_mask,
                         record.weight * factor,
+                        first,
                     )
                 )
     if not samples:

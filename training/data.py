@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from eagle3.store.reader import StoreReader
 class Split:
     """Disjoint sample numbers that together are all of a store.
 
-    left_out: other answers to the prompts of `validation`, which would tell training about them.
+    All turns of a conversation that became several samples are on one side. left_out: conversations
+    with other answers to the prompts of `validation`, which would tell training about them.
     """
 
     train: list[int]
@@ -30,33 +32,61 @@ class Split:
     left_out: list[int]
 
     @classmethod
-    def make(cls, openings: np.ndarray, validation_ratio: float, seed: int) -> Split:
+    def make(
+        cls, openings: np.ndarray, conversations: np.ndarray, validation_ratio: float, seed: int
+    ) -> Split:
         """Random split; at least one sample to train on, and to validate on if the ratio is not 0.
+
+        Conversations are drawn, not samples. Where each is a single sample, and for stores from
+        before turns were kept together, that is the same split as drawing samples gave.
 
         Args:
             openings: what each sample begins with [S], see `StoreReader.openings`.
+            conversations: equal for turns of one conversation [S], see `StoreReader`.
 
         Raises:
             UserError: too few samples for both.
         """
-        num_samples = len(openings)
-        order = np.random.default_rng([seed, 0x5911]).permutation(num_samples)
-        held_out = round(num_samples * validation_ratio)
+        _, conversation = np.unique(conversations, return_inverse=True)
+        num_conversations = int(conversation.max(initial=-1)) + 1
+        order = np.random.default_rng([seed, 0x5911]).permutation(num_conversations)
+        held_out = round(num_conversations * validation_ratio)
         if validation_ratio > 0:
             held_out = max(1, held_out)
-        validation, others = np.sort(order[:held_out]), np.sort(order[held_out:])
-        told = np.isin(openings[others], openings[validation])
-        if told.all():
+        validation = np.isin(conversation, order[:held_out])
+        told = np.isin(openings, openings[validation])
+        left_out = np.isin(conversation, conversation[told]) & ~validation
+        train = ~validation & ~left_out
+        if not train.any():
             raise UserError(
-                f"{num_samples} samples cannot be split with train.validation_ratio="
+                f"{num_conversations} conversations cannot be split with train.validation_ratio="
                 f"{validation_ratio}: without answers to held-out prompts nothing is left to train "
                 "on; 0 holds none out"
             )
         return cls(
-            train=others[~told].tolist(),
-            validation=validation.tolist(),
-            left_out=others[told].tolist(),
+            train=np.flatnonzero(train).tolist(),
+            validation=np.flatnonzero(validation).tolist(),
+            left_out=np.flatnonzero(left_out).tolist(),
         )
+
+    @property
+    def facts(self) -> dict[str, list[int]]:
+        """For the training's manifest."""
+        return {"validation_samples": self.validation, "left_out_samples": self.left_out}
+
+    def require_same(self, facts: dict[str, Any], root: Path) -> None:
+        """Refuse to go on from a manifest's facts: the store's hash does not tell whether turns of
+        a conversation were kept together in it.
+
+        Raises:
+            UserError: the training would go on with what it has held out so far.
+        """
+        if any(facts.get(key, []) != numbers for key, numbers in self.facts.items()):
+            raise UserError(
+                f"{root} was trained with another split of the same store: an earlier version "
+                "split conversations, or their store was made anew since. Choose another run_name "
+                "or train_dir"
+            )
 
 
 @dataclass(kw_only=True)

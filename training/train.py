@@ -47,13 +47,18 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         schedule.check(config.optimizer)
-        optimizer.check(config)
         engines.deepspeed_config(config)
+        optimizer.check(config)
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
         self.reader = open_store(config, target)
-        self.split = Split.make(self.reader.openings(), config.train.validation_ratio, config.seed)
+        self.split = Split.make(
+            self.reader.openings(),
+            self.reader.conversations,
+            config.train.validation_ratio,
+            config.seed,
+        )
         self.plan = BatchPlan(
             lengths=self.reader.lengths,
             numbers=self.split.train,
@@ -237,11 +242,7 @@ class Trainer:
                 "gradient_clipping": config.deepspeed.get("gradient_clipping", 0.0),
             },
             config=config.resolved(),
-            facts={
-                "coverage": self.coverage,
-                "validation_samples": self.split.validation,
-                "left_out_samples": self.split.left_out,
-            },
+            facts={"coverage": self.coverage, **self.split.facts},
         )
 
     def _resume_point(self) -> Path | None:
@@ -251,7 +252,9 @@ class Trainer:
             raise UserError(f"{self.root} holds checkpoints and train.resume is false")
         remedy = "Resume with the same configuration, or choose another run_name or train_dir."
         resumes = self.manifest.resumes(self.root, f"{self.root}", remedy, begun=bool(found))
-        if not resumes and self.world.rank == 0:
+        if resumes:
+            self.split.require_same(Manifest.load(self.root, KIND).facts, self.root)
+        elif self.world.rank == 0:
             self.manifest.save(self.root)
         return found[-1] if found else None
 

@@ -74,6 +74,7 @@ class StoreReader:
         self.ids: list[str] = table.column("id").to_pylist()
         self.lengths: np.ndarray = table.column("rows").to_numpy()
         self.weights: np.ndarray = table.column("weight").to_numpy()
+        self.conversations: np.ndarray = table.column("conversation").to_numpy()
         self._shard, self._start, self._final_start, self._final_rows = (
             table.column(name).to_numpy()
             for name in ("shard", "start", "final_start", "final_rows")
@@ -212,8 +213,10 @@ def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _index(path: Path) -> Any:
-    """Index file of a shard, with weights."""
+    """Index file of a shard, with what the earliest stores had not."""
     index = open_index(path)
     if "weight" not in index.column_names:  # written before samples had weights
         index = index.add_column("weight", np.ones(len(index), dtype=np.float32))
+    if "conversation" not in index.column_names:  # written before turns were kept together
+        index = index.add_column("conversation", np.asarray(index["number"], dtype=np.int64))
     return index

@@ -17,7 +17,8 @@ from eagle3.store.codecs import Codec
 class Sample:
     """One document: token ids and loss mask [T], aux [T, A * H], final (post-norm) [T, H].
 
-    `weight` is the factor of its losses in training.
+    `weight` is the factor of its losses in training. Samples with the same `conversation`, the
+    number of the first of them, are turns of one conversation; None is a conversation of its own.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Sample:
     aux: Tensor
     final: Tensor
     weight: float = 1.0
+    conversation: int | None = None
 
     def encode(self, codec: Codec) -> Encoded:
         """As a store with this codec keeps it."""
@@ -38,6 +40,7 @@ class Sample:
                 **codec.encode(aux=self.aux, final=final),
             },
             weight=self.weight,
+            conversation=self.conversation,
         )
 
 
@@ -46,12 +49,13 @@ class Encoded:
     """One document as it lies in a shard.
 
     tensors: input_ids int32 [T], loss_mask uint8 [T], the codec's aux.* of T rows and final.* of
-    the rows that some teacher needs. The weight lies in the index.
+    the rows that some teacher needs. The weight and the conversation lie in the index.
     """
 
     id: str
     tensors: dict[str, Tensor]
     weight: float = 1.0
+    conversation: int | None = None
 
     @property
     def rows(self) -> int:

@@ -201,6 +201,9 @@ class StoreWriter:
                         "final_rows": sample.final_rows,
                         "sha256": sample.sha256,
                         "weight": np.float32(sample.weight),
+                        "conversation": number
+                        if sample.conversation is None
+                        else sample.conversation,
                     }
                 )
                 start, final_start = start + sample.rows, final_start + sample.final_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.chat import ChatEncoder
+from eagle3.chat import ChatEncoder, Encoded
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.manifest import Manifest
@@ -111,6 +111,23 @@ def test_a_prompt_hands_its_weight_to_its_answer(target: Target) -> None:
     plain, one, half = (parse({"prompt": "q", "weight": w}, 0) for w in (None, 1, 0.5))
     assert respond.identity(plain) == respond.identity(one) == ["row-0", plain.prompt]
     assert respond.identity(half) != respond.identity(one)
+
+
+def test_turns_of_a_conversation_name_its_first_sample(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the template rewrites earlier turns, a conversation becomes a sample a turn; what
+    cannot be used is in between, and ids may look like those of turns."""
+    part = Encoded(input_ids=[1, 2, 3], loss_mask=[0, 1, 1])
+    unfit = Encoded(input_ids=[1, 2, 3], loss_mask=[0, 0, 1])
+    found = {"a": [unfit, part, part], "b#0": [part], "b#1": [part], "c": [part, unfit, part]}
+    monkeypatch.setattr(ChatEncoder, "encode", lambda self, record: found[record.id])
+    file = tmp_path / "talk.jsonl"
+    file.write_text("".join(json.dumps({"id": id, "messages": TALK}) + "\n" for id in found))
+    loaded, _ = load(config(target, tmp_path, str(file)), target)
+    assert [(s.id, s.conversation) for s in loaded] == [
+        ("a#1", 0), ("a#2", 0), ("b#0", 2), ("b#1", 3), ("c#0", 4), ("c#2", 4),
+    ]  # fmt: skip
 
 
 def test_token_ids_the_target_does_not_have_are_skipped_and_counted(

@@ -390,6 +390,24 @@ def test_closing_waits_for_the_shard_that_is_being_written(
     assert (tmp_path / "s" / "shard-00000.arrow").exists()
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_turns_of_a_conversation_come_back(tmp_path: Path, old: bool) -> None:
+    """Numbers of rejected samples are missing; an older store says nothing of conversations."""
+    folder = tmp_path / "s"
+    writer = StoreWriter(folder, manifest("fp32"), 200)
+    for number, sample, first in zip((0, 2, 3, 5), samples(), (None, 2, 2, 4), strict=False):
+        writer.append(number, replace(sample, conversation=first).encode(writer.codec))
+    writer.finish({})
+    for path in folder.glob("*.arrow") if old else ():
+        rows = list(Dataset.from_file(str(path)))
+        with ArrowWriter(path=str(path)) as index:
+            for row in rows:
+                del row["conversation"]
+                index.write(row)
+            index.finalize()
+    assert StoreReader(folder).conversations.tolist() == ([0, 2, 3, 5] if old else [0, 2, 2, 4])
+
+
 @pytest.mark.parametrize("shard_bytes", [1, 700, 1 << 20])
 def test_answers_to_one_prompt_open_alike(tmp_path: Path, shard_bytes: int) -> None:
     """Up to the first generated token; an opening of few tokens tells no prompt from another."""
