@@ -5,15 +5,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from eagle3.config import Config
 from eagle3.errors import UserError
 from training import engine, optimizer
 from training.engine import deepspeed_config, group_left_at_end, offloads_optimizer, use_threads
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(accumulation: int = 2, **deepspeed: Any) -> Config:
@@ -35,6 +39,58 @@ def test_a_section_that_is_null_is_as_if_absent() -> None:
     assert deepspeed_config(empty)["zero_optimization"] == {}
     assert not offloads_optimizer(empty) and not engine.uses_bf16(empty)
     optimizer.check(empty)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile",
+        "data_efficiency", "flops_profiler", "pipeline", "tensorboard", "timers",
+    ],
+)  # fmt: skip
+def test_sections_that_deepspeed_knows_go_through(key: str) -> None:
+    assert deepspeed_config(config(**{key: {}}))[key] == {}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "conf" / "deepspeed").glob("*.yaml")))
+def test_our_own_files_hold_nothing_that_deepspeed_does_not_read(file: Path) -> None:
+    data = yaml.safe_load(file.read_text())
+    assert data.items() <= (deepspeed_config(config(**data)) | data).items()
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "near"),
+    [
+        ("zero_optimizaton", "to zero_optimization"),
+        ("gradient_cliping", "to gradient_clipping"),
+        ("prescale_gradient", "to prescale_gradients"),
+        ("bf_16", "to bf16"), ("data_type", "to data_types"), ("optimiser", ""),
+        ("x", "remove it"),
+    ],
+)  # fmt: skip
+def test_a_key_that_deepspeed_would_pass_over_is_refused(misspelt: str, near: str) -> None:
+    with pytest.raises(UserError, match=rf"deepspeed.{misspelt} is nothing .*{near}"):
+        deepspeed_config(config(**{misspelt: {"stage": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "named"),
+    [
+        ({"zero_optimization": {"stage": 7}}, "DeepSpeed refuses"),
+        ({"zero_optimization": {"stage": "x"}}, "DeepSpeed refuses"),
+        ({"zero_optimization": {"stage": "1"}}, "stage='1' must be a number"),
+        ({"zero_optimization": {"stge": 1}}, "(?s)DeepSpeed refuses.*stge"),
+        ({"zero_optimization": 3}, "DeepSpeed refuses"),
+        ({"zero_optimization": {"offload_optimizer": 3}}, "(?s)DeepSpeed refuses.*offload_optimi"),
+        ({"bf16": True}, "DeepSpeed refuses"),
+        ({"bf16": {"enabled": "maybe"}}, "(?s)DeepSpeed refuses.*enabled"),
+        ({"data_types": 5}, "DeepSpeed refuses"),
+        ({"gradient_clipping": "big"}, "gradient_clipping=big must be at least 0"),
+    ],
+)
+def test_a_value_of_another_form_is_told(deepspeed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        deepspeed_config(config(**deepspeed))
 
 
 def test_zero_3_keeps_every_parameter_whole() -> None:
