@@ -64,6 +64,8 @@ def require(config: Config) -> None:
         UserError: names the key, the value and what it may be.
     """
     _require_no_secret(config.server)
+    if not config.run_name:
+        raise UserError("run_name is empty: give the run's folder under runs_dir a name")
     for words, (holds, keys) in RANGES.items():
         for key in keys:
             _require(key, attrgetter(key)(config), words, holds)

@@ -26,6 +26,9 @@ REMEDIES = {
     re.compile(r"In '(\w+)/.*': ConfigKeyError .*\nKey '\1' not in 'Config'"): (
         "Is the file's first line `# @package _global_`?"
     ),
+    re.compile("dict is not a subclass of BenchmarkConfig"): (
+        "Give all of it at once: '+benchmark={mine: {path: prompts.jsonl, limit: 80}}'"
+    ),
     re.compile("Config group override must be"): (
         "What has a folder in conf/ (target, server, deepspeed, ...) is never null: leave it out"
     ),

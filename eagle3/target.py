@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,13 +91,21 @@ class Target:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"the tokenizer in {self.folder} cannot be loaded: {error}. Fetch the target "
+                "again, or set target.trust_remote_code=true if that is what it asks for"
+            ) from error
 
     @cached_property
     def eos_ids(self) -> list[int]:
         """Ids that end a turn: generation_config.json's, else config.json's."""
         path = self.folder / "generation_config.json"
-        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found = target_shape.read_json(path).get("eos_token_id") if path.exists() else None
         found = found if found is not None else self.config.get("eos_token_id", [])
         return list(found) if isinstance(found, list) else [found]
 
@@ -134,7 +141,9 @@ class Target:
         """Tensor name -> file that holds it."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = json.loads(index.read_text())["weight_map"]
+            names = target_shape.read_json(index).get("weight_map") or {}
+            if not names:
+                raise UserError(f"{index} names no weights: fetch the target again")
             if missing := sorted(f for f in set(names.values()) if not (self.folder / f).exists()):
                 raise UserError(f"{self.folder} lacks {missing}: the download is not complete")
             return {name: self.folder / file for name, file in names.items()}
@@ -168,10 +177,11 @@ class Target:
         template, settings = (
             self.folder / name for name in ("chat_template.jinja", "tokenizer_config.json")
         )
+        chat_template: str | None
         if template.exists():
             chat_template = template.read_text()
         elif settings.exists():
-            chat_template = json.loads(settings.read_text()).get("chat_template")
+            chat_template = target_shape.read_json(settings).get("chat_template")
         else:
             raise UserError(f"{self.folder} has no {settings.name}: fetch the target's tokenizer")
         present = [provenance.hash_file(path) for path in vocabularies if path.exists()]

@@ -17,20 +17,39 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is none.
     """
+    data = read_json(path)
+    if not data.get("architectures"):
+        raise UserError(f"{path} names no architecture: it is not a language model's")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file of the target's folder.
+
+    Raises:
+        UserError: there is none.
+    """
     try:
         data = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): fetch the target again") from error
-    if not (isinstance(data, dict) and data.get("architectures")):
-        raise UserError(f"{path} names no architecture: it is not a language model's")
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a JSON object: fetch the target again")
     return data
 
 
 def from_json(data: dict[str, Any]) -> TargetShape:
-    """From the contents of a config.json; multi-modal models nest the language model's."""
+    """From the contents of a config.json; multi-modal models nest the language model's.
+
+    Raises:
+        UserError: a size is missing.
+    """
     text = {**data, **data.get("text_config", {})}
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if missing := [size for size in sizes if size not in text]:
+        raise UserError(f"the target's config.json has no {missing}: it is no language model's")
     return TargetShape(
         architecture=data["architectures"][0],
         hidden_size=text["hidden_size"],

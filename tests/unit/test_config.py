@@ -74,6 +74,7 @@ def test_missing_values_are_named() -> None:
         ("train.keep_checkpoints=0", "must be 1 or more"),  # would keep all
         ("train.validation_ratio=1", "must be 0 or more and below 1"),
         ("seed=9223372036854775808", "must be 0 or more and below 2"),
+        ("run_name=", "run_name is empty"),
         ("+train.lr=1", r"'TrainConfig' object has no attribute 'lr': \+ only adds"),
         ("optimizer.beta2=1", "must be 0 or more and below 1"),
     ],
@@ -92,6 +93,11 @@ def test_no_number_is_below_zero(key: str) -> None:
 def test_what_is_at_the_edge_of_a_range_can_be() -> None:
     edges = ["train.simulate_samples=0", "train.validation_ratio=0", "train.step_decay=0", "seed=0"]
     load("experiment=ci", *edges)
+
+
+def test_a_benchmark_can_be_added() -> None:
+    added = load("experiment=ci", "+benchmark={mine: {path: prompts.jsonl, limit: 80}}").benchmark
+    assert set(added) == {"gsm", "mine"} and added["mine"].limit == 80
 
 
 def test_a_part_that_is_none_can_be_set_value_by_value() -> None:
@@ -194,6 +200,7 @@ def test_a_users_own_file_that_does_not_read(
         ("target.shape={hiden_size: 3}", "It has: architecture, hidden_size, num_layers, vocab"),
         ("train.lr=3", "It has: max_steps, epochs"),
         ("server.args.foo=3", "use +server.args.foo=3"),
+        ("+benchmark.mine.path=p.jsonl", "'+benchmark={mine: {path: prompts.jsonl, limit: 80}}'"),
         ("deepspeed=null", "is never null: leave it out"),
         ("data.prompts=a=b", "data.prompts=a=b: mismatched input"),
         ("runs_dir=???", "missing: ['runs_dir']"),

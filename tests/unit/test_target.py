@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.config import TargetConfig
 from eagle3.errors import UserError
 from eagle3.target import Target
 from tests.conftest import TINY
@@ -65,3 +66,43 @@ def test_a_config_json_that_is_none(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json.*(not JSON|names no architecture)"):
         _ = Target.resolve(str(folder)).architecture
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+)
+@pytest.mark.parametrize("text", ["{", "[]", POINTER])
+def test_a_file_that_is_not_the_json_it_should_be(folder: Path, name: str, text: str) -> None:
+    if name == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / name).write_text(text)
+    told = (
+        rf"{name} is not (JSON|a JSON object).*fetch|tokenizer in .* cannot be loaded: .*[Ff]etch"
+    )
+    with pytest.raises(UserError, match=f"(?s){told}"):
+        target = Target.resolve(str(folder))
+        target.identity(), target.eos_ids, target.tokenizer  # noqa: B018
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {}}'])
+def test_a_damaged_weight_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    identity_refused(folder, r"index\.json (is not JSON|names no weights).*fetch the target again")
+
+
+def test_a_config_json_without_a_size(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["X"], "hidden_size": 8}')
+    with pytest.raises(UserError, match=r"no \['num_hidden_layers', 'vocab_size'\]"):
+        Target.from_config(TargetConfig(path=str(folder)))
+
+
+def test_files_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: Permission denied"):
+        _ = Target.resolve(str(folder)).architecture
+    monkeypatch.undo()
+    monkeypatch.setattr("safetensors.safe_open", denied)
+    identity_refused(folder, "not readable for this user")
