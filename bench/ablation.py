@@ -44,10 +44,10 @@ from peer_training import PeerTraining, recipe_of
 from rounded import round_products
 from runs import compose, held_out, planned_tokens, run_folder
 from training.data import Split
-from training.engine import World, group_left_at_end
 from training.export import export
 from training.model import draft_vocab, open_store
 from training.train import Trainer
+from training.world import World, group_left_at_end
 
 CHAIN = 3
 

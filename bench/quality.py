@@ -51,9 +51,9 @@ from peer_training import PeerTraining, recipe_of
 from peers import use_specforge
 from runs import Clock, TimedTrainer, compose, groups_for, held_out, run_folder
 from training.data import BatchPlan, Split
-from training.engine import World, group_left_at_end
 from training.export import DTYPES, export
 from training.model import draft_vocab, open_store
+from training.world import World, group_left_at_end
 
 
 @dataclass(kw_only=True, slots=True)

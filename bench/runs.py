@@ -21,8 +21,8 @@ from eagle3.target import Target
 from eagle3.ttt import TTTModel
 from gpu import synchronize
 from training.data import BatchPlan, Split, pack
-from training.engine import World
 from training.train import Trainer
+from training.world import World
 
 Made = TypeVar("Made")
 

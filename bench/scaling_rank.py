@@ -26,8 +26,8 @@ from eagle3 import logging as console
 from eagle3.config import Config
 from gpu import allocated, synchronize
 from runs import compose
-from training.engine import World, group_left_at_end
 from training.train import Trainer
+from training.world import World, group_left_at_end
 
 
 def now() -> Any:

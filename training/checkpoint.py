@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from eagle3.errors import UserError
 from eagle3.manifest import write_json
-from training.engine import World
 from training.optimizer import EMA
 from training.weights import restore, state_kinds, trainable, whole
+from training.world import World
 
 log = logging.getLogger(__name__)
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", EMA)

@@ -11,8 +11,8 @@ from eagle3.store.reader import StoreReader
 from eagle3.ttt import TTTModel
 from eagle3.walk import marginals, sample_histograms
 from training.data import pack, prefetch
-from training.engine import World
 from training.finite import all_finite, require
+from training.world import World
 
 
 def summary(

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle3.errors import UserError
 from eagle3.store.reader import StoreReader
 from training.data import Loaded
-from training.engine import World
+from training.world import World
 
 log = logging.getLogger(__name__)
 

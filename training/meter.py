@@ -11,7 +11,7 @@ import torch
 
 from eagle3 import flops
 from training.data import Loaded
-from training.engine import World
+from training.world import World
 
 
 class Meter:

@@ -30,13 +30,14 @@ from eagle3.ttt import supervised_weight
 from training import checkpoint, optimizer, schedule
 from training import engine as engines
 from training.data import BatchPlan, Loaded, Split, prefetch
-from training.engine import World
+from training.deepspeed_settings import deepspeed_config, uses_bf16
 from training.evaluate import simulate, summary, validate
 from training.finite import all_finite, require
 from training.meter import Meter, device_peak_tflops
 from training.model import build_model, draft_vocab, init_identity, open_store
 from training.schedule import learning_rate
 from training.weights import for_evaluation
+from training.world import World, group_left_at_end
 
 log = logging.getLogger(__name__)
 KIND = "checkpoints"
@@ -47,7 +48,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         schedule.check(config.optimizer)
-        engines.deepspeed_config(config)
+        deepspeed_config(config)
         optimizer.check(config)
         self.config, self.world = config, world
         self.root = config.checkpoints_dir
@@ -78,7 +79,7 @@ class Trainer:
         model = build_model(config, target, self.vocab)
         if self.resumed is not None:
             checkpoint.load_weights(model.drafter, self.resumed)
-        self.dtype = torch.bfloat16 if engines.uses_bf16(config) else torch.float32
+        self.dtype = torch.bfloat16 if uses_bf16(config) else torch.float32
         self.engine = engines.initialize(model, config, world)
         self.step = 0
         if self.resumed is not None:
@@ -86,7 +87,7 @@ class Trainer:
             self.step = checkpoint.load_state(self.resumed)["step"]
             log.info("resuming after step %d", self.step)
         self.metrics = self._metrics()
-        peak = device_peak_tflops(config.train.peak_tflops, world, engines.uses_bf16(config))
+        peak = device_peak_tflops(config.train.peak_tflops, world, uses_bf16(config))
         one_layer = model.drafter.config.num_layers == 1  # what `useful_flops` is for
         self.meter = Meter(world, peak if one_layer else None)
 
@@ -238,7 +239,7 @@ class Trainer:
                 "tokens_per_batch": config.train.tokens_per_batch,
                 "micro_batches_per_step": config.train.accumulation * self.world.size,
                 "num_steps": self.num_steps,
-                "bf16": engines.uses_bf16(config),
+                "bf16": uses_bf16(config),
                 "gradient_clipping": config.deepspeed.get("gradient_clipping", 0.0),
             },
             config=config.resolved(),
@@ -300,5 +301,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    with engines.group_left_at_end():
+    with group_left_at_end():
         main()

@@ -18,8 +18,8 @@ from eagle3 import logging as console
 from eagle3.composition import from_dict_config, register
 from eagle3.config import Config
 from eagle3.errors import UserError
-from training.engine import World, group_left_at_end
 from training.train import Trainer
+from training.world import World, group_left_at_end
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,9 +26,9 @@ from eagle3.store.writer import StoreWriter, shard_paths
 from eagle3.target import Target
 from eagle3.ttt import supervised_rows
 from training.data import BatchPlan, Split
-from training.engine import World
 from training.meter import TIMED
 from training.train import KIND, Trainer
+from training.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 AUX = [1, 3, 4]

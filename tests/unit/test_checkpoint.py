@@ -15,7 +15,8 @@ from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel
 from tests.conftest import tiny_drafter
 from training import checkpoint, optimizer
-from training.engine import EngineModel, World
+from training.engine import EngineModel
+from training.world import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 

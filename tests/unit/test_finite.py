@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from eagle3.errors import UserError
-from training.engine import World
 from training.finite import require
+from training.world import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 

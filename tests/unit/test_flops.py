@@ -5,8 +5,8 @@ from eagle3.batch import Batch
 from eagle3.flops import peak_tflops, useful_flops
 from tests.conftest import make_batch, ragged_masks, tiny_config
 from training.data import Loaded
-from training.engine import World
 from training.meter import Meter
+from training.world import World
 
 
 def counted(batch: Batch, masks: list[list[int]], num_steps: int) -> int:
