@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import metrics
+from eval import plots
 
 COLUMNS = [
     "benchmark", "concurrency", "step-0", "95% interval", "accept length", "bigram step-0",
@@ -131,16 +132,13 @@ def write(run_dir: Path, train_dir: Path) -> Path:
     """
     folder = run_dir / "eval"
     results = json.loads((folder / "results.json").read_text())
-    history = metrics.lines(train_dir / "metrics.jsonl")
-    plots = [_plot_acceptance(results, folder), _plot_speed(results, folder)]
-    if history:
-        plots.append(_plot_history(history, folder))
+    drawn = plots.write(results, metrics.lines(train_dir / "metrics.jsonl"), folder)
     path = folder / "report.md"
-    path.write_text(_document(results, run_dir, plots))
+    path.write_text(_document(results, run_dir, drawn))
     return path
 
 
-def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
+def _document(results: dict[str, Any], run_dir: Path, drawn: list[Path]) -> str:
     lines = [f"# {run_dir.name}: EAGLE-3 drafter on the live server", ""]
     lines += [*markdown(COLUMNS, rows(results)), "", *markdown(LATENCIES, latencies(results))]
     for line in _told(results):
@@ -164,7 +162,7 @@ def _document(results: dict[str, Any], run_dir: Path, plots: list[Path]) -> str:
         "followed in the training text.",
         "",
     ]
-    lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    lines += [f"![{plot.stem}]({plot.name})" for plot in drawn]
     usage = _usage(run_dir)
     if usage:
         lines += [
@@ -199,73 +197,3 @@ def _usage(run_dir: Path) -> list[list[Any]]:
     path = run_dir / "usage.json"
     recorded = json.loads(path.read_text()) if path.exists() else {}
     return [[k, f"{v['seconds']:.0f}", f"{v['peak_memory_gb']:.1f}"] for k, v in recorded.items()]
-
-
-def _axes(title: str, xlabel: str, ylabel: str) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.set_title(title)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
-
-
-def _plot_acceptance(results: dict[str, Any], folder: Path) -> Path:
-    figure, axes = _axes("Acceptance per step", "draft step", "share of verify steps")
-    for name, runs in results["benchmarks"].items():
-        first = next(iter(runs.values()))
-        axes.plot(first["acceptance_per_step"], marker="o", label=f"{name}, live")
-        if bigram := first.get("bigram"):
-            axes.plot(
-                bigram["acceptance_per_step"], marker="x", linestyle=":", label=f"{name}, bigram"
-            )
-    if results["offline"] is not None:
-        axes.plot(results["offline"]["marginal"], marker="s", linestyle="--", label="offline")
-    axes.set_ylim(0, 1)
-    axes.set_xticks(range(len(results["acceptance_per_step"])))
-    axes.legend()
-    return _save(figure, folder / "acceptance.png")
-
-
-def _plot_speed(results: dict[str, Any], folder: Path) -> Path:
-    figure, axes = _axes("Generation speed", "", "tokens per second, all requests")
-    names, plain, speculative = [], [], []
-    for name, runs in results["benchmarks"].items():
-        for concurrency, r in runs.items():
-            names.append(f"{name}\nx{concurrency}")
-            plain.append(r["tok_s"]["plain"])
-            speculative.append(r["tok_s"]["speculative"])
-    places = range(len(names))
-    axes.bar([p - 0.2 for p in places], plain, width=0.4, label="plain")
-    axes.bar([p + 0.2 for p in places], speculative, width=0.4, label="EAGLE-3")
-    axes.set_xticks(list(places), names)
-    axes.legend()
-    return _save(figure, folder / "speed.png")
-
-
-def _plot_history(history: list[dict[str, Any]], folder: Path) -> Path:
-    figure, axes = _axes("Learning curve", "optimizer step", "acceptance")
-    for prefix, style in (("train", ":"), ("validation", "-")):
-        for k in range(8):
-            key = f"{prefix}/acceptance_{k}"
-            points = [(line["step"], line[key]) for line in history if key in line]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), style, color=f"C{k}", label=f"{prefix}, step {k}"
-                )
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize="small")
-    return _save(figure, folder / "learning.png")
