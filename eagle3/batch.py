@@ -108,10 +108,16 @@ def supervised_by(rule: str, batch: Batch) -> Batch:
     return replace(batch, loss_mask=mask & before)
 
 
-def needed_final(loss_mask: Tensor) -> Tensor:
-    """Rows of one document whose final state some teacher needs [T], bool: x_{j+1} is generated."""
+def needed_final(loss_mask: Tensor, doc_starts: Tensor | None = None) -> Tensor:
+    """Rows whose final state some teacher needs [N], bool: x_{j+1} is generated.
+
+    Args:
+        doc_starts: of documents end to end [D + 1]; one document if not given.
+    """
     needed = torch.zeros_like(loss_mask, dtype=torch.bool)
     needed[:-1] = loss_mask[1:].bool()
+    if doc_starts is not None:
+        needed[doc_starts[1:] - 1] = False
     return needed
 
 

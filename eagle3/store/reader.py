@@ -79,26 +79,23 @@ class StoreReader:
             table.column(name).to_numpy()
             for name in ("shard", "start", "final_start", "final_rows")
         )
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, dict[str, Tensor]] = {}  # mapped, not read
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tokens(self, number: int) -> tuple[Tensor, Tensor]:
         """Token ids [T] int64 and loss mask [T] bool of one sample."""
-        rows = self._rows(number)
-        file = self._file(number)
-        ids = file.get_slice("input_ids")[rows].long()
-        return ids, file.get_slice("loss_mask")[rows].bool()
+        shard, rows = self._mapped(number), self._rows(number)
+        return shard["input_ids"][rows].long(), shard["loss_mask"][rows].bool()
 
     def encoded(self, number: int) -> dict[str, Tensor]:
-        """All tensors of one sample as they lie in the shard."""
-        file, rows = self._file(number), self._rows(number)
-        start, count = int(self._final_start[number]), int(self._final_rows[number])
-        final = slice(start, start + count)
+        """All tensors of one sample as they lie in the shard, which is mapped into memory."""
+        rows, start = self._rows(number), int(self._final_start[number])
+        final = slice(start, start + int(self._final_rows[number]))
         return {
-            key: file.get_slice(key)[final if key.startswith("final.") else rows]
-            for key in file.keys()  # noqa: SIM118
+            key: tensor[final if key.startswith("final.") else rows]
+            for key, tensor in self._mapped(number).items()
         }
 
     def states(self, number: int) -> tuple[Tensor, Tensor]:
@@ -108,27 +105,20 @@ class StoreReader:
 
     def pack(self, numbers: Sequence[int], mask: str = "serving") -> Packed:
         """Lay whole samples end to end, supervised by a rule of `batch.MASKS`."""
-        parts: dict[str, list[Tensor]] = {}
-        indexes: list[Tensor] = []
-        lengths, taken = [0], 0
-        for number in numbers:
-            encoded = self.encoded(number)
-            for key, tensor in encoded.items():
-                parts.setdefault(key, []).append(tensor)
-            needed = needed_final(encoded["loss_mask"])
-            indexes.append(torch.where(needed, needed.cumsum(0) - 1 + taken, -1))
-            lengths.append(len(needed))
-            taken += int(self._final_rows[number])
-        joined = {key: torch.cat(tensors) for key, tensors in parts.items()}
+        samples = [self.encoded(number) for number in numbers]
+        joined = {key: torch.cat([sample[key] for sample in samples]) for key in samples[0]}
+        ends = torch.from_numpy(self.lengths[list(numbers)]).long().cumsum(0)
         tokens = Batch(
             input_ids=joined.pop("input_ids").long(),
             loss_mask=joined.pop("loss_mask").bool(),
-            doc_starts=torch.tensor(lengths).cumsum(0),
+            doc_starts=torch.nn.functional.pad(ends, (1, 0)),
             aux=torch.empty(0),
             final=torch.empty(0),
-            final_index=torch.cat(indexes),
+            final_index=torch.empty(0),
             row_weights=self._row_weights(numbers),
         )
+        needed = needed_final(tokens.loss_mask, tokens.doc_starts)
+        tokens.final_index = torch.where(needed, needed.cumsum(0) - 1, -1)
         return Packed(tokens=supervised_by(mask, tokens), states=joined, codec=self.codec)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
@@ -147,8 +137,8 @@ class StoreReader:
         for shard in np.unique(self._shard[times > 0]):
             first, end = np.searchsorted(self._shard, [shard, shard + 1])  # in the data's order
             mine = first + np.flatnonzero(times[first:end])
-            file = self._file(mine[0])
-            ids, mask = (file.get_tensor(name).numpy() for name in ("input_ids", "loss_mask"))
+            mapped = self._mapped(mine[0])
+            ids, mask = (mapped[name].numpy() for name in ("input_ids", "loss_mask"))
             # how much more often each row counts than the one before it
             change = np.zeros(len(ids) + 1, dtype=np.int64)
             np.add.at(change, self._start[mine], times[mine])
@@ -167,8 +157,8 @@ class StoreReader:
         found = np.zeros(len(self), dtype=np.uint64)
         for shard in np.unique(self._shard):
             first, end = np.searchsorted(self._shard, [shard, shard + 1])  # in the data's order
-            file = self._file(first)
-            ids, mask = (file.get_tensor(name).numpy() for name in ("input_ids", "loss_mask"))
+            mapped = self._mapped(first)
+            ids, mask = (mapped[name].numpy() for name in ("input_ids", "loss_mask"))
             for number in range(first, end):
                 rows = self._rows(number)
                 opening = int(mask[rows].argmax())
@@ -192,14 +182,17 @@ class StoreReader:
         start = int(self._start[number])
         return slice(start, start + int(self.lengths[number]))
 
-    def _file(self, number: int) -> Any:
-        from safetensors import SafetensorError, safe_open
-
+    def _mapped(self, number: int) -> dict[str, Tensor]:
+        """All tensors of the sample's shard."""
         shard = int(self._shard[number])
         if shard not in self._open:
+            from safetensors import SafetensorError, safe_open
+
             path, _ = shard_paths(self.folder, shard)
             try:
-                self._open[shard] = safe_open(path, "pt")
+                with safe_open(path, "pt") as file:
+                    # a slice by safetensors costs ten times as much as one of a mapped tensor
+                    self._open[shard] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} is missing or damaged: {error}") from error
         return self._open[shard]

@@ -35,6 +35,13 @@ def test_needed_final_keeps_the_rows_before_generated_tokens() -> None:
     assert needed_final(torch.tensor([0, 1, 1, 0, 0, 1])).tolist() == [1, 1, 0, 0, 1, 0]
 
 
+def test_needed_final_of_documents_end_to_end_is_that_of_each() -> None:
+    masks = [[0, 1, 1], [1], [1, 0], [0, 0], [1, 1, 0, 1]]
+    ends = torch.tensor([0, *(len(m) for m in masks)]).cumsum(0)
+    found = needed_final(torch.tensor([x for m in masks for x in m]), ends)
+    assert found.tolist() == [x for m in masks for x in needed_final(torch.tensor(m)).tolist()]
+
+
 def test_the_token_rule_drops_rows_whose_own_token_is_not_generated() -> None:
     """Against the rule in words, row by row, on several turns in several documents."""
     batch = make_batch(ragged_masks(), tiny_config())
