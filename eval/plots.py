@@ -41,7 +41,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _acceptance(results: dict[str, Any], folder: Path) -> Path:
-    figure, (axes,) = _figure("Acceptance per draft step", width=7.5)
+    figure, (axes,) = _figure("Acceptance per draft step; bars: 95% interval of step 0", width=7.5)
     for number, (name, runs) in enumerate(results["benchmarks"].items()):
         first, color = next(iter(runs.values())), f"C{number}"
         low, high = first["step0_acceptance"]["ci95"]
