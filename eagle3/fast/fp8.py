@@ -1,10 +1,10 @@
 """Matrix products with a weight, in its own type or in fp8.
 
 In fp8 both factors are rounded to e4m3, every row of the input and every row (output) of the weight
-with a scale of its own, and their product is summed in float32. The gradient of the input is made
-in the same way, of the output's gradient, by rows, and the unrounded weight, by columns (inputs).
-That of the weight is a product of what was not rounded, in the weight's type: it is summed up over
-all rows, and what it misses no later row can give. Letters in shapes: R rows, I inputs, O outputs.
+with a scale of its own, and their product is summed as a GPU's fp8 units do fastest, a little short
+of float32. The gradient of the input is made in the same way, of the output's gradient, by rows,
+and the unrounded weight, by columns (inputs). The gradient of the weight is made of what was not
+rounded, in the weight's type. Letters in shapes: R rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
