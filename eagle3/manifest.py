@@ -113,6 +113,18 @@ def _differences(key: str, wanted: Any, found: Any) -> list[str]:
     return [f"  {key}: configured {wanted!r}, found {found!r}"]
 
 
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """An object that `write_json` wrote.
+
+    Raises:
+        UserError: it is damaged; tells the remedy.
+    """
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): {remedy}") from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON as `write_text` does."""
     write_text(path, json.dumps(value, indent=2) + "\n")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from eagle3.errors import UserError
-from eagle3.manifest import write_json
+from eagle3.manifest import read_json, write_json
 
 PERIOD_S = 2.0
 
@@ -28,7 +25,7 @@ def recorded(name: str, path: Path) -> Iterator[None]:
     Raises:
         UserError: before the block, the file is damaged.
     """
-    _read(path)
+    read(path)
     stop = threading.Event()
     peak = 0.0
 
@@ -47,7 +44,7 @@ def recorded(name: str, path: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-    usage = _read(path)  # again: other commands may have come to their end
+    usage = read(path)  # again: other commands may have come to their end
     usage[name] = {
         "seconds": round(time.monotonic() - start, 1),
         "peak_memory_gb": round(peak, 2),
@@ -55,11 +52,13 @@ def recorded(name: str, path: Path) -> Iterator[None]:
     write_json(path, usage)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text())) if path.exists() else {}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): remove it, it only keeps figures") from error
+def read(path: Path) -> dict[str, dict[str, float]]:
+    """Seconds and peak memory of the commands so far, by name.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return read_json(path, "remove it, it only keeps figures") if path.exists() else {}
 
 
 def tree_memory_gb() -> float:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle3 import metrics
+from eagle3 import metrics, usage
 from eval import plots
 
 COLUMNS = [
@@ -163,13 +163,13 @@ def _document(results: dict[str, Any], run_dir: Path, drawn: list[Path]) -> str:
         "",
     ]
     lines += [f"![{plot.stem}]({plot.name})" for plot in drawn]
-    usage = _usage(run_dir)
-    if usage:
+    cost = _usage(run_dir)
+    if cost:
         lines += [
             "",
             "## Cost of each stage",
             "",
-            *markdown(["stage", "seconds", "peak memory, GB"], usage),
+            *markdown(["stage", "seconds", "peak memory, GB"], cost),
         ]
     lines += ["", "## Versions and settings", "", "```json"]
     keys = ("versions", "machine", "git_commit", "settings")
@@ -194,6 +194,5 @@ def markdown(columns: list[str], table: list[list[Any]]) -> list[str]:
 
 def _usage(run_dir: Path) -> list[list[Any]]:
     """Seconds and peak memory of the stages so far, as `eagle3.usage` recorded them."""
-    path = run_dir / "usage.json"
-    recorded = json.loads(path.read_text()) if path.exists() else {}
+    recorded = usage.read(run_dir / "usage.json")
     return [[k, f"{v['seconds']:.0f}", f"{v['peak_memory_gb']:.1f}"] for k, v in recorded.items()]

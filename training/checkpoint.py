@@ -14,7 +14,6 @@ temporary name and renamed.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -27,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from eagle3.errors import UserError
-from eagle3.manifest import write_json
+from eagle3.manifest import read_json, write_json
 from training.optimizer import EMA
 from training.weights import restore, state_kinds, trainable, whole
 from training.world import World
@@ -81,11 +80,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: they are damaged.
     """
-    path = folder / "state.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): remove {folder}") from error
+    return read_json(folder / "state.json", f"remove {folder}")
 
 
 def weights(folder: Path, kind: str = "drafter") -> dict[str, Tensor]:
