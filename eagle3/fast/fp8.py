@@ -68,7 +68,7 @@ class Product:
     """x [R, I] -> x @ weight.T [R, O] and the gradient of x; the weight [O, I] is rounded once."""
 
     def __init__(self, weight: Tensor, fp8: bool) -> None:
-        self.weight, self.fp8 = weight, fp8
+        self.weight = weight
         self.rounded = quantise(weight) if fp8 else None
         # by rows of the transposed weight; what a product reads lies in one piece
         self.transposed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -84,7 +84,7 @@ class Product:
 
     def grad_input(self, grad: Tensor, outputs: slice = slice(None)) -> Tensor:
         """Gradient of all outputs, or of some of them [R, O] -> that of x [R, I]."""
-        if not self.fp8:
+        if self.rounded is None:
             return grad @ self.weight[outputs]
         start, stop, _ = outputs.indices(len(self.weight))
         if (start, stop) not in self.transposed:

@@ -36,6 +36,7 @@ class Unroll:
         self.parts = layout.parts(num_steps)
         self.embeddings = drafter.embed_tokens.weight
         self.fuse = Fuse(drafter, fp8)
+        self.fp8 = fp8
         projections = [x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.widths = [len(x) for x in projections]
         # [Q + 2E, H] each: what multiplies the token state and the hidden state
@@ -58,7 +59,7 @@ class Unroll:
         # inputs of all N rows; the token norm's weight goes into the projection
         embedded = F.embedding(self.batch.input_ids, self.embeddings)
         self.tokens = F.rms_norm(embedded, (size,), eps=self.eps)
-        token_half = Product(self.token_qkv * self.token_norm, self.qkv.fp8)(self.tokens)
+        token_half = Product(self.token_qkv * self.token_norm, self.fp8)(self.tokens)
         self.fused = self.fuse.forward(self.batch.aux)
         self.fused_normed = torch.empty_like(self.fused)
         self.fused_rstd = add_norm(self.fused, None, self.hidden_norm, self.eps, self.fused_normed)
