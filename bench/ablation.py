@@ -126,9 +126,7 @@ def train(row: Row, overrides: list[str], seed: int, world: World) -> dict[str, 
         config = compose([*overrides, *row.overrides, f"seed={seed}", f"train_dir={folder}"])
         target = Target.from_config(config.target)
         reader = open_store(config, target)
-        split = Split.make(
-            reader.openings(), reader.conversations, config.train.validation_ratio, seed
-        )
+        split = Split.of(reader, config.train.validation_ratio, seed)
         tokens = planned_tokens(config, reader, split)
         started = time.process_time()
         if row.peer is None:

@@ -91,9 +91,7 @@ class Course:
         config = compose([*overrides, *run_folder(work, "shared", store)])
         target = Target.from_config(config.target)
         reader = open_store(config, target)
-        split = Split.make(
-            reader.openings(), reader.conversations, config.train.validation_ratio, config.seed
-        )
+        split = Split.of(reader, config.train.validation_ratio, config.seed)
         if not split.validation:
             raise UserError("train.validation_ratio=0 leaves nothing to measure on")
         vocab, _ = draft_vocab(config, reader, split.train)

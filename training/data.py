@@ -32,6 +32,11 @@ class Split:
     left_out: list[int]
 
     @classmethod
+    def of(cls, reader: StoreReader, validation_ratio: float, seed: int) -> Split:
+        """`make` of a store's samples."""
+        return cls.make(reader.openings(), reader.conversations, validation_ratio, seed)
+
+    @classmethod
     def make(
         cls, openings: np.ndarray, conversations: np.ndarray, validation_ratio: float, seed: int
     ) -> Split:

@@ -54,12 +54,7 @@ class Trainer:
         self.root = config.checkpoints_dir
         target = Target.from_config(config.target)
         self.reader = open_store(config, target)
-        self.split = Split.make(
-            self.reader.openings(),
-            self.reader.conversations,
-            config.train.validation_ratio,
-            config.seed,
-        )
+        self.split = Split.of(self.reader, config.train.validation_ratio, config.seed)
         self.plan = BatchPlan(
             lengths=self.reader.lengths,
             numbers=self.split.train,

@@ -142,7 +142,7 @@ FULL = ["train.max_steps=3", "train.save_every=1", "deepspeed.bf16.enabled=false
 
 def damaged_sample(reader: StoreReader) -> int:
     """The first sample that rank 1 trains on in the third step."""
-    split = Split.make(reader.openings(), reader.conversations, 0.05, seed=0)
+    split = Split.of(reader, 0.05, seed=0)
     plan = BatchPlan(lengths=reader.lengths, numbers=split.train, tokens_per_batch=320, seed=0)
     return plan.micro_batch(5)[0]
 
@@ -228,7 +228,7 @@ def test_a_full_disk_ends_training_on_every_rank_and_it_resumes(stages: Path) ->
 def test_each_rank_has_a_batch_with_nothing_supervised(store_run: Path) -> None:
     """What the next test relies on; batches also differ in size."""
     reader = StoreReader(store_run / "ci" / "store")
-    split = Split.make(reader.openings(), reader.conversations, 0.05, seed=0)
+    split = Split.of(reader, 0.05, seed=0)
     plan = BatchPlan(lengths=reader.lengths, numbers=split.train, tokens_per_batch=200, seed=0)
     counts = [int(supervised_rows(reader.batch(plan.micro_batch(i)), 1)) for i in range(8)]
     assert 0 in counts[0::2] and 0 in counts[1::2] and len(set(counts)) > 4
