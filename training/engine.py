@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from eagle3.config import Config
-from eagle3.errors import UserError
 from eagle3.ttt import TTTModel, TTTOutput
 from training import optimizer as optimizers
 from training.deepspeed_settings import deepspeed_config, offloads_optimizer, uses_bf16
@@ -44,8 +43,6 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
         UserError: DeepSpeed's part of the configuration cannot be.
     """
     import deepspeed
-    from deepspeed.runtime.config import DeepSpeedConfigError
-    from pydantic import ValidationError
 
     if offloads_optimizer(config):
         use_threads(host_works=True)
@@ -56,12 +53,9 @@ def initialize(model: TTTModel, config: Config, world: World) -> Any:
     # ZeRO 0 in bf16 takes a first step on gradients of 0, which must not decay the weights and must
     # not count
     set_learning_rate(optimizer, 0.0)
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=EngineModel(model), optimizer=optimizer, config=deepspeed_config(config)
-        )
-    except (ValidationError, DeepSpeedConfigError) as error:
-        raise UserError(f"DeepSpeed refuses what `deepspeed` says: {error}") from error
+    engine, *_ = deepspeed.initialize(
+        model=EngineModel(model), optimizer=optimizer, config=deepspeed_config(config)
+    )
     optimizer.state.clear()
     if engine.zero_optimization_stage() == 3:
         _keep_whole(engine)
