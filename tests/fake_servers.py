@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.config import ServerConfig
+from eagle3.config import Config, ServerConfig, TargetConfig
 from eagle3.manifest import Manifest
 from eagle3.serving import cpu
 from eagle3.serving.client import Answer
@@ -18,6 +18,7 @@ from eagle3.serving.server import Server
 from eval import benchmarks, kept, live, served, tune
 from eval.benchmarks import Prompt
 from eval.measure import HISTOGRAM, Run
+from tests.conftest import TINY
 
 
 @dataclass
@@ -84,6 +85,18 @@ class FakeServers:
         monkeypatch.setattr(served, "measure", self.measure)
         monkeypatch.setattr(kept, "now", lambda: f"time {len(self.started)}")
         monkeypatch.setattr(cpu, "needed", lambda: False)
+
+
+def configured(tmp_path: Path, **parts: Any) -> Config:
+    """A run with a drafter that is not looked at. parts: further fields of the configuration."""
+    config = Config(
+        run_name="run", runs_dir=str(tmp_path), target=TargetConfig(path=str(TINY)), **parts
+    )
+    config.eval.concurrency = [1, 8]
+    config.drafter_dir.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (config.drafter_dir / name).write_text(name)
+    return config
 
 
 def drafts(steps: int, *counts: int) -> dict[str, Any]:

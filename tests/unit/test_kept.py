@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.config import Config, ServerConfig, TargetConfig
+from eagle3.config import Config, ServerConfig
 from eagle3.errors import UserError
 from eagle3.lock import exclusive
 from eagle3.serving.client import Answer
@@ -20,8 +20,7 @@ from eval import benchmarks, kept, live, report, served
 from eval.benchmarks import Prompt
 from eval.kept import Kept
 from eval.measure import Run
-from tests.conftest import TINY
-from tests.fake_servers import FakeServers, drafts
+from tests.fake_servers import FakeServers, configured, drafts
 
 PROMPTS = {name: [Prompt(id=name, input_ids=[n, 1]) for n in range(4)] for name in ("a/b", "gsm")}
 RUNS = [
@@ -53,17 +52,8 @@ def given(name: str, prompts: list[Prompt], concurrency: int) -> Run:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    config = Config(
-        run_name="run",
-        runs_dir=str(tmp_path),
-        target=TargetConfig(path=str(TINY)),
-        server=ServerConfig(args={"mem_fraction_static": 0.5}),
-    )
-    config.eval.concurrency = [1, 8]
+    config = configured(tmp_path, server=ServerConfig(args={"mem_fraction_static": 0.5}))
     config.eval.offline = config.logger.wandb = False
-    config.drafter_dir.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (config.drafter_dir / name).write_text(name)
     return config
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.config import Config, ServerConfig, TargetConfig, TuneConfig
+from eagle3.config import Config, ServerConfig, TuneConfig
 from eagle3.errors import UserError
 from eagle3.serving import cpu
 from eagle3.serving.client import Answer, RequestFailed
@@ -21,7 +21,7 @@ from eval.benchmarks import Prompt
 from eval.measure import Run
 from eval.speculation import Speculation, combinations
 from tests.conftest import TINY
-from tests.fake_servers import FakeServers, drafts
+from tests.fake_servers import FakeServers, configured, drafts
 
 SPEEDS = {
     # tok/s of (benchmark a, benchmark b) by concurrency
@@ -57,20 +57,10 @@ class Servers(FakeServers):
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    config = Config(
-        run_name="run",
-        runs_dir=str(tmp_path),
-        target=TargetConfig(path=str(TINY)),
-        server=ServerConfig(
-            args={"mem_fraction_static": 0.5}, backends=["fa3", "triton"], env={"GREETING": "a b"}
-        ),
-        tune=TuneConfig(num_steps=[1, 2]),
+    server = ServerConfig(
+        args={"mem_fraction_static": 0.5}, backends=["fa3", "triton"], env={"GREETING": "a b"}
     )
-    config.eval.concurrency = [1, 8]
-    config.drafter_dir.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (config.drafter_dir / name).write_text(name)
-    return config
+    return configured(tmp_path, server=server, tune=TuneConfig(num_steps=[1, 2]))
 
 
 @pytest.fixture
