@@ -188,7 +188,7 @@ def prefetch(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(numbers: Sequence[int]) -> Loaded:
-        packed = reader.pack(numbers, mask)
+        packed = reader.pack(numbers, mask, pinned=stream is not None)
         return Loaded(
             numbers=numbers,
             generated=int(packed.tokens.loss_mask.sum()),

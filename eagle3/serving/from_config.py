@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle3.config import ServerConfig
 from eagle3.errors import UserError
 from eagle3.serving import cpu
@@ -52,17 +54,21 @@ def launches(
     envs: Sequence[dict[str, str]] = ({},),
     plugins: Sequence[str] = (),
 ) -> list[Launch]:
-    """What `get_servers` starts; the configuration's flags give way to `args`."""
+    """What `get_servers` starts; the configuration's flags give way to `args`.
+
+    Each server has GPUs of its own while there are enough, then they are shared in turns.
+    """
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )
     gpus = int(config.args.get("tp_size") or config.args.get("tp") or 1)
+    places = max(1, torch.cuda.device_count() // gpus)
     return [
         Launch(
             model=model,
             log=log if len(envs) == 1 else log.with_stem(f"{log.stem}-{number}"),
             args={
-                **({"base_gpu_id": number * gpus} if number else {}),
+                **({"base_gpu_id": number % places * gpus} if number % places else {}),
                 **config.args,
                 **(args or {}),
             },

@@ -127,7 +127,7 @@ def test_pack_keeps_the_order() -> None:
 
 def test_prefetch_applies_the_rule_of_what_is_supervised() -> None:
     class Reader:
-        def pack(self, numbers: list[int], mask: str) -> Packed:
+        def pack(self, numbers: list[int], mask: str, pinned: bool) -> Packed:
             batch = make_batch(ragged_masks(), tiny_config())
             states = {"aux.values": batch.aux, "final.values": batch.final}
             tokens = supervised_by(mask, batch)

@@ -394,8 +394,12 @@ def test_backends_of_gpus_are_refused_without_one(
         pass
 
 
-def test_replicas_have_places_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "first"), [(8, [None, 2, 4]), (5, [None, 2, None])])
+def test_replicas_have_places_of_their_own_while_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, first: list[int | None]
+) -> None:
     seen: list[Launch] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     stand_in(monkeypatch, lambda what, _: seen.append(what) or CHATTY)
     monkeypatch.setattr(Client, "answers", lambda _: True)
     config = ServerConfig(port=4000, args={"tp_size": 2})
@@ -404,7 +408,7 @@ def test_replicas_have_places_of_their_own(tmp_path: Path, monkeypatch: pytest.M
         assert len(found) == 3
     assert [w.port for w in seen] == [4000, 4001, 4002]
     assert [w.env["X"] for w in seen] == ["a", "b", "c"]
-    assert [w.args.get("base_gpu_id") for w in seen] == [None, 2, 4]
+    assert [w.args.get("base_gpu_id") for w in seen] == first
     assert len({w.log for w in seen}) == 3
 
 

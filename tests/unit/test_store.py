@@ -73,6 +73,20 @@ def test_round_trip_and_packed_batches(tmp_path: Path, shard_bytes: int, codec: 
             assert torch.equal(found, sample.final[row].to(dtype))
 
 
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp8"])
+def test_a_batch_holds_the_bytes_of_its_samples(tmp_path: Path, codec: str, pinned: bool) -> None:
+    write(tmp_path / "s", codec=codec)
+    reader = StoreReader(tmp_path / "s")
+    packed = reader.pack([4, 0, 2], pinned=pinned)
+    assert packed.states
+    for key, joined in packed.states.items():
+        assert joined.is_pinned() == pinned
+        own = torch.cat([reader.encoded(number)[key] for number in (4, 0, 2)])
+        assert joined.dtype == own.dtype
+        assert torch.equal(joined.view(torch.uint8), own.view(torch.uint8))
+
+
 def test_weights_come_back_by_row_in_float32(tmp_path: Path) -> None:
     write(tmp_path / "s")
     reader = StoreReader(tmp_path / "s")
