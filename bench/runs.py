@@ -70,7 +70,7 @@ class Clock:
 
     def over(self, limit_s: float | None) -> bool:
         """Whether so many seconds have passed, with enough steps done to tell a steady one."""
-        return limit_s is not None and len(self.ends) > 5 and self.ends[-1] > limit_s
+        return limit_s is not None and len(self.ends) >= 20 and self.ends[-1] > limit_s
 
     def steady_s(self) -> float:
         """Seconds of a step, from the later half of them."""
