@@ -63,4 +63,6 @@ def test_groups_hold_every_sample_of_an_epoch_once() -> None:
 def test_start_up_is_what_steady_steps_do_not_explain() -> None:
     clock = Clock(ends=[10.0, 11.0, 12.0, 13.0, 14.0, 15.0])
     assert clock.steady_s() == 1.0 and clock.start_up_s() == 9.0
-    assert clock.over(14.0) and not clock.over(None) and not clock.over(15.0)
+    assert not clock.over(14.0)  # too few steps to tell a steady one
+    clock = Clock(ends=[10.0 + step for step in range(20)])
+    assert clock.over(28.0) and not clock.over(None) and not clock.over(29.0)
