@@ -45,14 +45,7 @@ from extract_figures import Round, Row, disk_mb_s, row_of
 from extraction.capture import extractor, server_args
 from extraction.samples import TokenSample
 from extraction.spool import Spool, environment
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-        "rope_theta": 500000.0, "max_position_embeddings": 8192,
-    },
-}  # fmt: skip
+from random_store import SHAPES
 
 
 def random_target(folder: Path, shape: dict[str, Any], tokenizer: Path) -> Path:

@@ -15,6 +15,20 @@ from eagle3.store.sample import Encoded, Sample
 from eagle3.store.writer import KIND, StoreWriter
 from eagle3.target import Target
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+        "rope_theta": 100000.0, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+"""Of targets, as transformers' LlamaConfig names them."""
+
 LABELS = 0.58
 """Share of a document's tokens that the target generated."""
 

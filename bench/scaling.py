@@ -40,8 +40,7 @@ import torch
 import record
 from eagle3.manifest import write_json
 from eagle3.serving.watch import die_with_parent, end, tail
-from extract import SHAPES
-from random_store import random_store, target_without_layers
+from random_store import SHAPES, random_store, target_without_layers
 from runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
