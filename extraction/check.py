@@ -17,8 +17,9 @@ from extraction.samples import TokenSample
 PROBED_ROWS = 8
 RANGE_SLACK = 0.15
 """Relative to a row's largest value; 4 bits are up to 1/14 of it off."""
-MAX_CANDIDATES = 1 << 26
-"""Most lm_head values to look at for one sample; a larger head is thinned out to that."""
+MAX_CANDIDATES = 1 << 23
+"""Most lm_head values to look at for one sample: of a width of 4,096 those of 2,048 tokens. Reading
+them is most of what a sample costs the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ class Verifier:
     def __init__(self, target: Target, num_aux: int, codec: Codec) -> None:
         self.codec = codec
         self.lm_head = target.lm_head()
-        stride = -(-self.lm_head.numel() // MAX_CANDIDATES)
-        self.candidates = self.lm_head[::stride].float()
+        self.candidates = self.lm_head[candidates(*self.lm_head.shape)].float()
         self.widths = {"aux": num_aux * target.hidden_size, "final": target.hidden_size}
 
     def check(
@@ -92,3 +92,16 @@ class Verifier:
         own = self.lm_head[token].float() @ state.float()
         eps = max(torch.finfo(state.dtype).eps, torch.finfo(self.lm_head.dtype).eps, 1e-5)
         return bool(own >= logits.max() - 2 * eps * logits.abs().max())
+
+
+def candidates(vocab_size: int, width: int) -> Tensor:
+    """Tokens of which a state of another row would likely prefer one to the server's.
+
+    Half of them have the lowest ids, which tokenizers give to the commonest tokens, the others are
+    spread over the rest. Of SmolLM2's states, set one row off, 98.5% are found with 703 of 49,152
+    tokens and 99.9% with 9,831; evenly spread ones find 67% and 95%.
+    """
+    count = min(vocab_size, max(2, MAX_CANDIDATES // width))
+    lowest = count if count == vocab_size else count // 2
+    spread = torch.linspace(lowest, vocab_size - 1, count - lowest, dtype=torch.float64)
+    return torch.cat([torch.arange(lowest), spread.long()])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -56,6 +55,7 @@ class Encoded:
     tensors: dict[str, Tensor]
     weight: float = 1.0
     conversation: int | None = None
+    _sha256: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -69,9 +69,13 @@ class Encoded:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
 
-    @cached_property
+    @property
     def sha256(self) -> str:
-        return digest(self.tensors)
+        """Of the tensors, worked out once. Not a cached_property: Python 3.11's holds one lock for
+        the samples of all threads meanwhile."""
+        if self._sha256 is None:
+            self._sha256 = digest(self.tensors)
+        return self._sha256
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

@@ -16,7 +16,7 @@ from eagle3.store.codecs import CODECS
 from eagle3.store.sample import Encoded
 from extraction.assembler import QUEUE_SIZE, WRITERS, Assembler, row_range
 from extraction.capture import _spools
-from extraction.check import Rejection, Verifier
+from extraction.check import Rejection, Verifier, candidates
 from extraction.samples import TokenSample
 from extraction.sglang_plugin import Capture
 from extraction.spool import CaptureFailed, Spool, Ticket
@@ -444,12 +444,22 @@ def test_bad_captures_are_rejected_with_a_reason(target, codec: str) -> None:
 def test_a_large_lm_head_is_thinned_out(target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("extraction.check.MAX_CANDIDATES", 100 * target.hidden_size)
     verifier = Verifier(target, 3, codecs.get("fp32"))
-    assert len(verifier.candidates) <= 100
+    assert len(verifier.candidates) == 100
     sample, captured, (token,) = capture_of(target)
     assert isinstance(verifier.check(sample, captured, [token]), Encoded)
     logits = verifier.candidates @ captured["last"][0]
     lower = int((target.lm_head().float() @ captured["last"][0]).argmin())
     assert logits.max() > 0 and isinstance(verifier.check(sample, captured, [lower]), Rejection)
+
+
+def test_the_commonest_tokens_and_some_of_all_others_are_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert candidates(50, 4).tolist() == list(range(50))
+    monkeypatch.setattr("extraction.check.MAX_CANDIDATES", 4 * 20)
+    found = candidates(100, 4)
+    assert found[:10].tolist() == list(range(10)) and found[-1] == 99
+    assert len(found) == 20 and found.diff().min() >= 1 and found[10:].diff().max() <= 10
 
 
 def test_a_sample_that_was_taken_is_no_longer_in_shared_memory(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,17 @@ def test_a_batch_holds_the_bytes_of_its_samples(tmp_path: Path, codec: str, pinn
         own = torch.cat([reader.encoded(number)[key] for number in (4, 0, 2)])
         assert joined.dtype == own.dtype
         assert torch.equal(joined.view(torch.uint8), own.view(torch.uint8))
+
+
+def test_samples_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to begin: one lock for both would let neither end."""
+    both = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr("eagle3.store.sample.digest", lambda _: f"hashed by {both.wait()}")
+    encoded = [sample.encode(codecs.get("fp32")) for sample in samples()[:2]]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda one: one.sha256, encoded))
+    assert sorted(found) == ["hashed by 0", "hashed by 1"]
+    assert [one.sha256 for one in encoded] == found  # once each
 
 
 def test_weights_come_back_by_row_in_float32(tmp_path: Path) -> None:
