@@ -134,8 +134,12 @@ def write_text(path: Path, text: str) -> None:
     """Write to a temporary name beside `path`, sync, rename: never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from eagle3.errors import UserError
 
@@ -18,6 +22,7 @@ HINDRANCES = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
     errno.ENAMETOOLONG,
 }  # fmt: skip
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def require(folder: Path) -> None:
@@ -26,9 +31,7 @@ def require(folder: Path) -> None:
     Raises:
         UserError: names what is in the way.
     """
-    there = folder.absolute()
-    while not os.path.lexists(there):
-        there = there.parent
+    there = _nearest(folder)
     if not there.is_dir():
         raise UserError(f"{there} is not a folder. {REMEDY}")
     if not os.access(there, os.W_OK | os.X_OK):
@@ -37,17 +40,40 @@ def require(folder: Path) -> None:
 
 @contextmanager
 def told(*folders: Path) -> Iterator[None]:
-    """Tell what the system refuses to do in these folders, or on the way to them, as a mistake.
+    """Tell what the system refuses to do in these folders, or on the way to them, as a mistake;
+    and a full disk, wherever it is, for the system does not say.
 
     Raises:
-        UserError: names the file and the reason.
+        UserError: names the file, where it is known, and the reason.
     """
     try:
         yield
-    except OSError as error:
-        if not any(_hinders(error, folder.absolute()) for folder in folders):
-            raise
-        raise UserError(f"{error.filename}: {error.strerror}. {REMEDY}") from error
+    except (OSError, SafetensorError) as error:
+        if _full(error):
+            free = shutil.disk_usage(_nearest(folders[0])).free
+            raise UserError(
+                f"a disk is full: {error} ({folders[0]} has {free:,} bytes free). Free some space, "
+                "or choose another runs_dir, and run the same command again: what was finished is "
+                "kept"
+            ) from error
+        if isinstance(error, OSError) and any(_hinders(error, f.absolute()) for f in folders):
+            raise UserError(f"{error.filename}: {error.strerror}. {REMEDY}") from error
+        raise
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or what there is on the way to it."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    return there
+
+
+def _full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    code = re.search(r"os error (\d+)", str(error))  # of safetensors' own writing
+    return code is not None and int(code[1]) in FULL
 
 
 def _hinders(error: OSError, folder: Path) -> bool:

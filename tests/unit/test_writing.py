@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from eagle3 import writing
 from eagle3.errors import UserError
@@ -42,9 +43,24 @@ def test_what_hinders_in_the_folders_or_on_the_way_to_them_is_told(
             raise OSError(kind, os.strerror(kind), str(name))
 
 
+@pytest.mark.parametrize("kind", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_whoever_noticed(tmp_path: Path, kind: int) -> None:
+    reason = os.strerror(kind)
+    for error in (
+        OSError(kind, reason),
+        OSError(kind, reason, "/somewhere/else"),
+        SafetensorError(f"Error while serializing: I/O error: {reason} (os error {kind})"),
+    ):
+        told = rf"(?s){reason}.*{tmp_path}/run has [\d,]+ bytes free"
+        with pytest.raises(UserError, match=told), writing.told(tmp_path / "run"):
+            raise error
+
+
 @pytest.mark.parametrize(
     "error",
     [
+        SafetensorError("Error while deserializing header: header too small"),
+        SafetensorError("I/O error: Input/output error (os error 5)"),
         OSError(errno.EACCES, "denied", "/somewhere/else"),
         OSError(errno.EACCES, "denied"),
         OSError(errno.ENOENT, "not there", "/runs/a/train/manifest.json"),  # we should have made it
