@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from eagle3.composition import from_dict_config, register
+from eagle3.composition import CONF, from_dict_config, register
 from eagle3.config import Config
 from eagle3.drafter import Drafter
 from eagle3.loss import Teacher
@@ -33,8 +33,7 @@ def compose(overrides: list[str]) -> Config:
     from hydra import initialize_config_dir
 
     register()
-    folder = Path(__file__).resolve().parents[1] / "conf"
-    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return from_dict_config(hydra_compose("train", overrides=overrides))
 
 

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -46,13 +45,12 @@ def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None
                         with recorded(name, config):
                             run(config)
 
-            folder = Path(__file__).resolve().parents[1] / "conf"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits, with status 1
             with _user_errors():
                 try:
-                    hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(
-                        task
-                    )()
+                    hydra.main(
+                        version_base="1.3", config_path=str(composition.CONF), config_name=name
+                    )(task)()
                 except composition.complaints() as error:
                     if started:
                         raise

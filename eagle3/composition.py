@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
@@ -17,6 +18,7 @@ from eagle3 import checks
 from eagle3.config import Config, ExpectConfig, TargetShape
 from eagle3.errors import UserError
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
 COMPLAINTS = (HydraException, OmegaConfBaseException, YAMLError)
 
 APPEND = "\nTo append to your config"
@@ -81,14 +83,15 @@ def complaints() -> tuple[type[Exception], ...]:
     Where it runs a sweep's jobs, perhaps in other processes, a job may have raised the last two.
     """
     sweeps = {"-m", "--multirun"} & {*sys.argv}
-    return COMPLAINTS if sweeps else (*COMPLAINTS, ValueError, OSError)
+    refused = {"-c", "--cfg", "-i", "--info", "-r", "--run"} & {*sys.argv}  # beside a sweep
+    return COMPLAINTS if sweeps and not refused else (*COMPLAINTS, ValueError, OSError)
 
 
 def in_words(error: BaseException) -> str:
     """One of `complaints` with where it is from and a remedy."""
     text = _reason(error)
     if isinstance(error, UnicodeDecodeError):
-        text = f"a configuration file is not UTF-8: {text}"
+        text = f"{_not_utf8() or 'a configuration file'} is not UTF-8: {text}"
     if isinstance(error, OverrideParseException):
         text = f"{error.override}: {text}"
     if isinstance(cause := error.__cause__, OmegaConfBaseException):
@@ -98,6 +101,17 @@ def in_words(error: BaseException) -> str:
         elif APPEND in str(error):
             text += APPEND + str(error).partition(APPEND)[2]
     return "\n".join([text, *(remedy for sign, remedy in REMEDIES.items() if sign.search(text))])
+
+
+def _not_utf8() -> str:
+    """Files of conf/ that are not; the error does not say which it was."""
+    found = []
+    for path in sorted(CONF.rglob("*.yaml")):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            found.append(str(path))
+    return ", ".join(found)
 
 
 def _reason(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from eagle3 import composition
 from eagle3.checks import RANGES
 from eagle3.composition import from_dict_config, register
 from eagle3.config import Config
@@ -20,7 +21,7 @@ EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml
 
 def load(*overrides: str, command: str = "train") -> Config:
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
+    with initialize_config_dir(version_base="1.3", config_dir=str(composition.CONF)):
         return from_dict_config(compose(command, list(overrides)))
 
 
@@ -234,6 +235,22 @@ def test_a_file_where_a_commands_own_folder_would_be(tmp_path: Path) -> None:
     done = run("extraction.respond", "experiment=ci", f"runs_dir={tmp_path}", "run_name=mine")
     assert done.returncode == 2, done.stderr[-2000:]
     assert f"error: {tmp_path}/mine/responses: File exists. " in done.stderr
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "good.yaml").write_text("run_name: caf\u00e9\n", encoding="utf-8")
+    bad = tmp_path / "experiment" / "bad.yaml"
+    bad.write_bytes(b"run_name: caf\xe9\n")
+    monkeypatch.setattr(composition, "CONF", tmp_path)
+    with pytest.raises(UnicodeDecodeError) as raised:
+        bad.read_text(encoding="utf-8")
+    assert composition.in_words(raised.value).startswith(f"{bad} is not UTF-8: ")
+
+
+def test_a_sweep_is_not_shown() -> None:
+    done = run("training.train", "--multirun", "--cfg", "job", "experiment=ci", "seed=1,2")
+    assert done.returncode == 2 and "Only one of --run, --multirun, --cfg" in done.stderr
 
 
 def test_a_sweep_names_the_value_that_does_not_fit(tmp_path: Path) -> None:
