@@ -20,6 +20,17 @@ MADE_BY = {
 """Kind of a folder -> the command that writes it."""
 
 
+class _Found(dict[str, Any]):
+    """Part of a manifest that was read: of a key that is not there, the user is told."""
+
+    path: Path | None = None
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(
+            f"{self.path} is damaged: it does not say {key!r}. Restore it, or make the folder anew"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class Manifest:
     """Contents of manifest.json.
@@ -60,6 +71,10 @@ class Manifest:
             if data["format"] != FORMAT:
                 raise UserError(f"{path} has format {data['format']}; this version reads {FORMAT}")
             found = cls(**data)
+            for name in ("match", "facts"):
+                part = _Found(getattr(found, name))
+                part.path = path
+                setattr(found, name, part)
         except UserError:
             raise
         except (ValueError, TypeError, KeyError) as error:

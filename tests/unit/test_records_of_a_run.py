@@ -34,6 +34,21 @@ def test_a_manifest_that_is_none_is_told(tmp_path: Path, text: str) -> None:
         Manifest.load(tmp_path, "store")
 
 
+@pytest.mark.parametrize("part", ["match", "facts"])
+def test_a_manifest_that_was_edited_is_told(tmp_path: Path, part: str) -> None:
+    Manifest(kind="store", match={"a": 1}, facts={"a": 1}).save(tmp_path)
+    found = Manifest.load(tmp_path, "store")
+    with pytest.raises(UserError, match=r"manifest.json is damaged: it does not say 'b'"):
+        getattr(found, part)["b"]
+    found.save(tmp_path)
+    assert Manifest.load(tmp_path, "store") == found
+    data = json.loads((tmp_path / "manifest.json").read_text())
+    for wrong in (None, 3, ["x"]):
+        (tmp_path / "manifest.json").write_text(json.dumps(data | {part: wrong}))
+        with pytest.raises(UserError, match=r"manifest.json is damaged"):
+            Manifest.load(tmp_path, "store")
+
+
 def test_mismatches_are_named_with_both_values() -> None:
     with pytest.raises(UserError, match=r"layers: configured \[1\], found \[2\]") as error:
         require_match(
