@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from eagle3.drafter import Drafter, DrafterConfig
 from eagle3.errors import UserError
+from eagle3.manifest import read_json
 
 WEIGHTS = "model.safetensors"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -27,17 +27,9 @@ def load_config(folder: Path) -> dict[str, Any]:
         UserError: there is none, or it is not JSON.
     """
     path = folder / "config.json"
-    try:
-        data = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise UserError(f"{folder} holds no drafter: no config.json") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return data
+    if not path.is_file():
+        raise UserError(f"{folder} holds no drafter: no config.json")
+    return read_json(path, "export the drafter again")
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:

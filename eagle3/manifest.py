@@ -18,6 +18,7 @@ MADE_BY = {
     "eval": "eval",
 }  # fmt: skip
 """Kind of a folder -> the command that writes it."""
+REMEDY = "Restore it, or make the folder anew"
 
 
 class _Found(dict[str, Any]):
@@ -26,9 +27,7 @@ class _Found(dict[str, Any]):
     path: Path | None = None
 
     def __missing__(self, key: str) -> Any:
-        raise UserError(
-            f"{self.path} is damaged: it does not say {key!r}. Restore it, or make the folder anew"
-        )
+        raise UserError(f"{self.path} is damaged: it does not say {key!r}. {REMEDY}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,8 +65,8 @@ class Manifest:
                 f"{folder} has no {NAME}, so it holds no {kind}: run `{MADE_BY[kind]}` first, or "
                 "correct run_name"
             )
+        data = read_json(path, REMEDY)
         try:
-            data = json.loads(path.read_text())
             if data["format"] != FORMAT:
                 raise UserError(f"{path} has format {data['format']}; this version reads {FORMAT}")
             found = cls(**data)
@@ -78,7 +77,7 @@ class Manifest:
         except UserError:
             raise
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path} is damaged: {error!r}") from error
+            raise UserError(f"{path} is damaged: {error!r}. {REMEDY}") from error
         if found.kind != kind:
             raise UserError(f"{folder} holds {found.kind!r}, expected {kind!r}")
         return found
@@ -129,15 +128,20 @@ def _differences(key: str, wanted: Any, found: Any) -> list[str]:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """An object that `write_json` wrote.
+    """The object that a JSON file holds.
 
     Raises:
-        UserError: it is damaged; tells the remedy.
+        UserError: it cannot be read, or holds none; tells the remedy.
     """
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): {remedy}") from error
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, not JSON ({error}): {remedy}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is damaged, not a JSON object: {remedy}")
+    return data
 
 
 def write_json(path: Path, value: Any) -> None:

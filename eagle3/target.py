@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle3 import layers, provenance, target_shape
 from eagle3.config import TargetConfig
 from eagle3.errors import UserError
+from eagle3.manifest import read_json
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -105,7 +106,7 @@ class Target:
     def eos_ids(self) -> list[int]:
         """Ids that end a turn: generation_config.json's, else config.json's."""
         path = self.folder / "generation_config.json"
-        found = target_shape.read_json(path).get("eos_token_id") if path.exists() else None
+        found = read_json(path, target_shape.FETCH).get("eos_token_id") if path.exists() else None
         found = found if found is not None else self.config.get("eos_token_id", [])
         return list(found) if isinstance(found, list) else [found]
 
@@ -141,7 +142,7 @@ class Target:
         """Tensor name -> file that holds it."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = target_shape.read_json(index).get("weight_map") or {}
+            names = read_json(index, target_shape.FETCH).get("weight_map") or {}
             if not names:
                 raise UserError(f"{index} names no weights: fetch the target again")
             if missing := sorted(f for f in set(names.values()) if not (self.folder / f).exists()):
@@ -181,7 +182,7 @@ class Target:
         if template.exists():
             chat_template = template.read_text()
         elif settings.exists():
-            chat_template = target_shape.read_json(settings).get("chat_template")
+            chat_template = read_json(settings, target_shape.FETCH).get("chat_template")
         else:
             raise UserError(f"{self.folder} has no {settings.name}: fetch the target's tokenizer")
         present = [provenance.hash_file(path) for path in vocabularies if path.exists()]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eagle3.config import TargetConfig, TargetShape
 from eagle3.errors import UserError
+from eagle3.manifest import read_json
+
+FETCH = "fetch the target again"
+"""Remedy for a file of the target's folder."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -17,26 +20,9 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is none.
     """
-    data = read_json(path)
+    data = read_json(path, FETCH)
     if not data.get("architectures"):
         raise UserError(f"{path} names no architecture: it is not a language model's")
-    return data
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file of the target's folder.
-
-    Raises:
-        UserError: there is none.
-    """
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): fetch the target again") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a JSON object: fetch the target again")
     return data
 
 

@@ -156,8 +156,8 @@ def test_weights_beside_the_weights_are_a_problem(target: Target, tmp_path: Path
         ("model.safetensors", b"", "is damaged"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is damaged"),
         ("model.safetensors", None, "has no model.safetensors"),
-        ("config.json", b'{"architectures":', "is not JSON"),
-        ("config.json", b"[]", "is not a JSON object"),
+        ("config.json", b'{"architectures":', "is damaged, not JSON"),
+        ("config.json", b"[]", "is damaged, not a JSON object"),
         ("config.json", None, "no config.json"),
     ],
 )

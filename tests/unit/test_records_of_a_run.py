@@ -151,7 +151,7 @@ def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
         1 / 0  # noqa: B018
     assert "eval" not in json.loads(path.read_text())
     path.write_text("{")
-    with pytest.raises(UserError, match=r"usage.json is damaged .*remove it"):
+    with pytest.raises(UserError, match=r"usage.json is damaged.*remove it"):
         usage.recorded("verify", path).__enter__()
 
 

@@ -76,9 +76,7 @@ def test_a_file_that_is_not_the_json_it_should_be(folder: Path, name: str, text:
     if name == "tokenizer_config.json":
         (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / name).write_text(text)
-    told = (
-        rf"{name} is not (JSON|a JSON object).*fetch|tokenizer in .* cannot be loaded: .*[Ff]etch"
-    )
+    told = rf"{name} is damaged, not (JSON|a JSON object).*fetch|cannot be loaded: .*[Ff]etch"
     with pytest.raises(UserError, match=f"(?s){told}"):
         target = Target.resolve(str(folder))
         target.identity(), target.eos_ids, target.tokenizer  # noqa: B018
@@ -87,7 +85,9 @@ def test_a_file_that_is_not_the_json_it_should_be(folder: Path, name: str, text:
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {}}'])
 def test_a_damaged_weight_index(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
-    identity_refused(folder, r"index\.json (is not JSON|names no weights).*fetch the target again")
+    identity_refused(
+        folder, r"index\.json (is damaged, not JSON|names no weights).*fetch the target again"
+    )
 
 
 def test_a_config_json_without_a_size(folder: Path) -> None:
