@@ -56,20 +56,23 @@ def launches(
 ) -> list[Launch]:
     """What `get_servers` starts; the configuration's flags give way to `args`.
 
-    Each server has GPUs of its own while there are enough, then they are shared in turns.
+    Each server has GPUs of its own while there are enough, then they are shared in turns; the first
+    one's begin at `server.args.base_gpu_id`.
     """
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )
     gpus = int(config.args.get("tp_size") or config.args.get("tp") or 1)
-    places = max(1, torch.cuda.device_count() // gpus)
+    first = int(config.args.get("base_gpu_id") or 0)
+    places = max(1, (torch.cuda.device_count() - first) // gpus)
+    begins = [first + number % places * gpus for number in range(len(envs))]
     return [
         Launch(
             model=model,
             log=log if len(envs) == 1 else log.with_stem(f"{log.stem}-{number}"),
             args={
-                **({"base_gpu_id": number % places * gpus} if number % places else {}),
                 **config.args,
+                **({"base_gpu_id": begins[number]} if begins[number] else {}),
                 **(args or {}),
             },
             plugins=plugins,

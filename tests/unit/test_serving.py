@@ -394,21 +394,29 @@ def test_backends_of_gpus_are_refused_without_one(
         pass
 
 
-@pytest.mark.parametrize(("gpus", "first"), [(8, [None, 2, 4]), (5, [None, 2, None])])
+@pytest.mark.parametrize(
+    ("gpus", "first", "begins"),
+    [(8, None, [None, 2, 4]), (5, None, [None, 2, None]), (8, 3, [3, 5, 3]), (0, 0, [0, 0, 0])],
+)
 def test_replicas_have_places_of_their_own_while_there_are_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, first: list[int | None]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    first: int | None,
+    begins: list[int | None],
 ) -> None:
     seen: list[Launch] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     stand_in(monkeypatch, lambda what, _: seen.append(what) or CHATTY)
     monkeypatch.setattr(Client, "answers", lambda _: True)
-    config = ServerConfig(port=4000, args={"tp_size": 2})
+    args = {"tp_size": 2} | ({} if first is None else {"base_gpu_id": first})
+    config = ServerConfig(port=4000, args=args)
     envs = [{"X": "a"}, {"X": "b"}, {"X": "c"}]
     with get_servers(config, Path("m"), tmp_path / "s.log", envs=envs) as found:
         assert len(found) == 3
     assert [w.port for w in seen] == [4000, 4001, 4002]
     assert [w.env["X"] for w in seen] == ["a", "b", "c"]
-    assert [w.args.get("base_gpu_id") for w in seen] == first
+    assert [w.args.get("base_gpu_id") for w in seen] == begins
     assert len({w.log for w in seen}) == 3
 
 
