@@ -62,7 +62,7 @@ def launches(
     limits = Limits(
         deadline_s=config.deadline_s, memory_gb=config.memory_gb, stall_s=config.stall_s
     )
-    gpus = int(config.args.get("tp_size") or config.args.get("tp") or 1)
+    gpus = _gpus(config.args)
     first = int(config.args.get("base_gpu_id") or 0)
     places = max(1, (torch.cuda.device_count() - first) // gpus)
     begins = [first + number % places * gpus for number in range(len(envs))]
@@ -84,6 +84,17 @@ def launches(
         )
         for number, env in enumerate(envs)
     ]
+
+
+def _gpus(args: dict[str, Any]) -> int:
+    """How many GPUs a server with these flags takes, on one machine."""
+
+    def size(letters: str, word: str) -> int:
+        names = (f"{letters}_size", letters, f"{word}_parallel_size")
+        return int(next((args[name] for name in names if args.get(name)), 1))
+
+    replicas = 1 if args.get("enable_dp_attention") else size("dp", "data")
+    return size("tp", "tensor") * size("pp", "pipeline") * replicas
 
 
 @contextmanager

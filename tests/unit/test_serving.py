@@ -17,7 +17,7 @@ from eagle3.errors import UserError
 from eagle3.serving import cpu, watch
 from eagle3.serving import server as servers
 from eagle3.serving.client import Client, RequestFailed, RequestRefused, in_order
-from eagle3.serving.from_config import get_servers
+from eagle3.serving.from_config import get_servers, launches
 from eagle3.serving.server import Launch, Server, check_version, command, connect
 
 
@@ -418,6 +418,24 @@ def test_replicas_have_places_of_their_own_while_there_are_gpus(
     assert [w.env["X"] for w in seen] == ["a", "b", "c"]
     assert [w.args.get("base_gpu_id") for w in seen] == begins
     assert len({w.log for w in seen}) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "second"),
+    [
+        ({}, 1),
+        ({"tp": 4}, 4),
+        ({"tensor_parallel_size": 2, "pp_size": 2}, 4),
+        ({"tp_size": 2, "dp_size": 3}, 6),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, 4),
+    ],
+)
+def test_a_server_has_as_many_gpus_as_its_flags_take(
+    monkeypatch: pytest.MonkeyPatch, args: dict[str, object], second: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 16)
+    found = launches(ServerConfig(args=args), Path("m"), Path("s.log"), envs=[{}, {}])
+    assert [what.args.get("base_gpu_id") for what in found] == [None, second]
 
 
 def test_a_server_does_not_outlive_a_killed_client(tmp_path: Path) -> None:
