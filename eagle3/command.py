@@ -19,7 +19,8 @@ from eagle3.errors import UserError
 def command(name: str) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
     """Make a `main()` of a function of a Config: compose conf/<name>.yaml, check, log, call.
 
-    Exit status: 0 done, 2 a user's mistake (told in one message), 1 anything else (with traceback).
+    Exit status: 0 done, 2 a user's mistake (told in one message), 1 anything else (with traceback,
+    but for commands that look for something wrong and found it), 128 + n ended by signal n.
     """
 
     def decorate(run: Callable[[Config], None]) -> Callable[[], None]:

@@ -47,7 +47,8 @@ class ServerConfig:
     urls: list[str] = field(default_factory=list)
     """Running servers that share the work; for extraction each was started for its spool."""
     replicas: int = 1
-    """Servers to start, on GPUs of their own where there are GPUs; `eval` always starts one."""
+    """Servers to start, on GPUs of their own while there are enough, then sharing them; `eval`
+    always starts one."""
     patience_s: float = 120.0
     """How long to go on while no server answers."""
     api_key: str | None = None
@@ -163,7 +164,7 @@ class DraftConfig:
     """Shape of the drafter; what is None follows the target."""
 
     num_layers: int = 1
-    """Decoder layers. More than one trains several times slower (no GPU path, less row pruning)."""
+    """Decoder layers. More than one trains several times slower: no fast path, less row pruning."""
     vocab_size: int = 32000
     intermediate_size: int | None = None
     num_attention_heads: int | None = None

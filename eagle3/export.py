@@ -250,6 +250,10 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
         found.append("tie_word_embeddings would replace lm_head by the embeddings")
     if data.get("attention_bias"):
         found.append("attention_bias would add biases that no tensor fills")
+    if (act := data.get("hidden_act", "silu")) != "silu":
+        found.append(f"hidden_act is {act}; SGLang's drafter has silu only")
+    if data.get("norm_before_residual"):
+        found.append("norm_before_residual is nothing that SGLang's drafter does")
     if "norm_before_fc" in eagle and eagle["norm_before_fc"] != data.get(
         "norm_before_fc", eagle["norm_before_fc"]
     ):

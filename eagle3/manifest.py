@@ -15,7 +15,7 @@ FORMAT = 1
 NAME = "manifest.json"
 MADE_BY = {
     "responses": "respond", "store": "extract", "checkpoints": "train", "drafter": "export",
-    "eval": "eval",
+    "eval": "eval", "kept": "eval",
 }  # fmt: skip
 """Kind of a folder -> the command that writes it."""
 REMEDY = "Restore it, or make the folder anew"
@@ -34,7 +34,7 @@ class _Found(dict[str, Any]):
 class Manifest:
     """Contents of manifest.json.
 
-    `kind` says what the folder is (responses, store, checkpoints, drafter, eval). `match` holds the
+    `kind` says what the folder is (one of MADE_BY). `match` holds the
     facts that a later stage, or the same stage resuming, must agree with; everything else is
     record.
     """

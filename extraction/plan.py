@@ -42,7 +42,8 @@ def plans(config: Config) -> list[Budget]:
 
 def _expected(config: Config) -> Workload | None:
     expect = config.extract.expect
-    if expect is None or (config.responses_dir / "responses.jsonl").exists():
+    data = config.data.conversations or (config.responses_dir / "responses.jsonl").exists()
+    if expect is None or data:
         return None
     return Workload(
         num_samples=expect.samples,

@@ -18,7 +18,7 @@ from training.world import World
 def summary(
     prefix: str, step_loss: Tensor, rows: Tensor, accepted: Tensor | None
 ) -> dict[str, Any]:
-    """Metrics of summed counts: loss per step and in mean, and acceptance as DESIGN defines it.
+    """Metrics of summed counts: loss per step and in mean, and acceptance.
 
     marginal_k is the share of drafting rows whose drafts 0..k all match the target's choice (a
     target token outside the draft vocabulary never matches); conditional_k = marginal_k /

@@ -6,6 +6,7 @@ A store is a folder:
     shard-00000.safetensors  packed rows of whole samples, in data order
     shard-00000.arrow        index of that shard's samples; its rename commits the shard
     shard-00001 ...
+    rejected.json            samples that were left out, and why
 
 Arrays of a shard, N rows and M <= N rows with a final state:
 

@@ -248,6 +248,16 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert composition.in_words(raised.value).startswith(f"{bad} is not UTF-8: ")
 
 
+def test_a_plan_counts_the_data_that_there_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"instruction": "2 + 2?", "output": "It is 4."}\n')
+    expect = "extract.expect={samples: 7, tokens: 700, answer_share: 0.5}"
+    done = run("extraction.plan", "experiment=ci", "run_name=none", expect)
+    assert done.returncode == 0 and done.stdout.startswith("7 samples, 700 tokens, 350 of them")
+    rows = f"data.conversations=[{tmp_path}/mine.jsonl]"
+    done = run("extraction.plan", "experiment=ci", "run_name=none", expect, rows)
+    assert done.returncode == 0 and done.stdout.startswith("1 samples, "), done.stderr[-2000:]
+
+
 def test_a_sweep_is_not_shown() -> None:
     done = run("training.train", "--multirun", "--cfg", "job", "experiment=ci", "seed=1,2")
     assert done.returncode == 2 and "Only one of --run, --multirun, --cfg" in done.stderr

@@ -108,6 +108,8 @@ def test_damaged_tensors_are_named(
         ({"num_key_value_heads": None}, "k_proj.weight is [64, 256], not [128, 256]"),
         ({"rope_theta": 5.0}, "rope_theta"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
         ({"num_hidden_layers": 2}, "missing tensor layers.1.self_attn.q_proj"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3"),
         ({"num_aux_hidden_states": 4}, "disagrees"),
