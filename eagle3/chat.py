@@ -2,8 +2,8 @@
 
 The loss mask is 1 on exactly the tokens the target would generate: an assistant turn and its
 end-of-turn token. It is found by rendering the chat template before and after each assistant turn,
-never from hard-coded markers. Every assistant turn is tokenised apart from the text before it,
-because that is what happens live: the prompt is tokenised, then the model adds tokens.
+never from hard-coded markers. What comes before a turn is tokenised whole and without it, because
+that is what happens live: the prompt is tokenised, then the model adds tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatEncoder:
     """Encodes with one tokenizer and its chat template.
 
     Args:
-        eos_ids: tokens at which a server stops.
+        eos_ids: tokens at which a server stops, besides the tokenizer's own end of sequence.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChatEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids = frozenset([*eos_ids, tokenizer.eos_token_id])
         self.special_ids = set(tokenizer.all_special_ids)
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
@@ -56,8 +56,8 @@ class ChatEncoder:
         """All samples of a record.
 
         One sample per conversation; where the template rewrites earlier turns (it drops their
-        reasoning, say), one per assistant turn, each rendered as it was when that turn was
-        generated.
+        reasoning, say) or they are other tokens as part of a prompt, one per assistant turn, each
+        as it was when that turn was generated.
 
         Raises:
             RowError: no assistant turn, or the template does not render it faithfully.
@@ -84,11 +84,11 @@ class ChatEncoder:
     def _conversation(
         self, record: Record, turns: list[int], only_last: bool = False
     ) -> Encoded | None:
-        """Encode up to the last of `turns`; None if an earlier rendering is no prefix of it."""
+        """Encode up to the last of `turns`; None if an earlier rendering, or its tokens, are no
+        prefix of it."""
         text = self._render(record.messages[: turns[-1] + 1], record.tools)
         ids: list[int] = []
         mask: list[int] = []
-        done = 0
         for turn in turns[-1:] if only_last else turns:
             before = self._render(record.messages[:turn], record.tools, generate=True)
             after = self._render(record.messages[: turn + 1], record.tools)
@@ -97,12 +97,32 @@ class ChatEncoder:
             said = text[len(before) : len(after)]
             if record.messages[turn]["content"].strip() not in said:
                 raise RowError("the template changes the assistant's text")
-            prompt_ids, said_ids = self._ids(text[done : len(before)]), self._ids(said)
+            prompt_ids = self._ids(before)
+            if prompt_ids[: len(ids)] != ids:
+                return None
+            said_ids = self._said_ids(before, prompt_ids, said)
             num_said = self._end_of_turn(said_ids)
-            ids += prompt_ids + said_ids
-            mask += [0] * len(prompt_ids) + [1] * num_said + [0] * (len(said_ids) - num_said)
-            done = len(after)
+            mask += [0] * (len(prompt_ids) - len(ids))
+            mask += [1] * num_said + [0] * (len(said_ids) - num_said)
+            ids = prompt_ids + said_ids
         return Encoded(input_ids=ids, loss_mask=mask)
+
+    def _said_ids(self, before: str, prompt_ids: list[int], said: str) -> list[int]:
+        """Tokens of what follows a prompt.
+
+        Of the two texts together, for some tokenizers begin every text with a space. Where a token
+        would lie across the border, which the model cannot have said, of the text alone.
+
+        Raises:
+            RowError: even so it would not be the text that the template renders.
+        """
+        together = self._ids(before + said)
+        if together[: len(prompt_ids)] == prompt_ids:
+            return together[len(prompt_ids) :]
+        alone = self._ids(said)
+        if self.tokenizer.decode(prompt_ids + alone) != self.tokenizer.decode(together):
+            raise RowError("the tokenizer changes the assistant's text")
+        return alone
 
     def _end_of_turn(self, ids: list[int]) -> int:
         """Number of tokens up to and including the first at which a server stops, or else the

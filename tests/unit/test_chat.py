@@ -1,6 +1,7 @@
 """The loss mask covers exactly what the assistant says, on templates of several families."""
 
 import pytest
+from transformers import LlamaTokenizer
 
 from eagle3.chat import ChatEncoder
 from eagle3.errors import UserError
@@ -57,9 +58,59 @@ def spoken(chat: ChatEncoder, ids: list[int], mask: list[int]) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL])
 def test_mask_decodes_to_the_assistants_texts_and_end_of_turn(target, template: str) -> None:
     chat = encoder(target, template)
-    (sample,) = chat.encode(Record(id="t", messages=TALK))
-    texts = [t.strip() for t in spoken(chat, sample.input_ids, sample.loss_mask)]
+    samples = chat.encode(Record(id="t", messages=TALK))
+    # this tokenizer splits the blank line after a header otherwise once a text follows it
+    assert len(samples) == (2 if template == LLAMA3 else 1)
+    texts = [t.strip() for s in samples for t in spoken(chat, s.input_ids, s.loss_mask)]
     assert texts == ["It is 4.<|im_end|>", "It is 6.\nSurely.<|im_end|>"]
+    prompt = chat.prompt(TALK[:3])
+    assert samples[-1].input_ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("answer", ["It is 4.", "\n\nIt is 4.", " It is 4.", "```py\nx```"])
+def test_every_turn_follows_what_a_server_would_tokenise(target, answer: str) -> None:
+    chat = encoder(target, CHATML)
+    talk = [TALK[0], {"role": "assistant", "content": answer}, *TALK[2:]]
+    samples = chat.encode(Record(id="t", messages=talk))
+    for turn, sample in zip((1, 3), samples[-2:] * (3 - len(samples)), strict=True):
+        prompt = chat.prompt(talk[:turn])
+        assert sample.input_ids[: len(prompt)] == prompt
+        assert sample.loss_mask[len(prompt)] == 1
+    said = [t for s in samples for t in spoken(chat, s.input_ids, s.loss_mask)]
+    assert said == [f"{answer}<|im_end|>", "It is 6.\nSurely.<|im_end|>"]
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_space_does_not_begin_turns_so() -> None:
+    letters = [*"\u2581abcdefghijklmnopqrstuvwxyz<|>/", *(f"<0x{i:02X}>" for i in range(256))]
+    names = dict.fromkeys(["<unk>", "<s>", "</s>", *letters])
+    tokenizer = LlamaTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("yes", add_special_tokens=False)) == [
+        "\u2581", "y", "e", "s",
+    ]  # fmt: skip
+    words = ["hi", "yes", "so", "no"]
+    roles = ["user", "assistant"] * 2
+    talk = [{"role": r, "content": w} for r, w in zip(roles, words, strict=True)]
+    (sample,) = ChatEncoder(tokenizer).encode(Record(id="t", messages=talk))
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    assert sample.input_ids == tokenizer.encode(text, add_special_tokens=False)
+    said = [i for i, m in zip(sample.input_ids, sample.loss_mask, strict=True) if m]
+    assert tokenizer.convert_ids_to_tokens(said) == [*"yes", "</s>", *"no", "</s>"]
+
+
+def test_a_server_stops_at_the_tokenizers_end_of_sequence_too(target) -> None:
+    template = "{{ messages[0].content + '<|im_start|>' }}{% if messages | length > 1 %}" + (
+        "{{ messages[1].content + '<|im_end|>\n<|endoftext|>' }}{% endif %}"
+    )
+    chat = encoder(target, template)
+    last = chat.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert chat.tokenizer.eos_token == "<|im_end|>"
+    chat = ChatEncoder(chat.tokenizer, eos_ids=[last])
+    (sample,) = chat.encode(Record(id="t", messages=TALK[:2]))
+    assert spoken(chat, sample.input_ids, sample.loss_mask) == ["It is 4.<|im_end|>"]
 
 
 def test_a_template_that_rewrites_history_gives_one_sample_a_turn(target) -> None:
