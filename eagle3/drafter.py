@@ -61,6 +61,11 @@ class DrafterConfig:
                 f"draft.num_key_value_heads={self.num_key_value_heads} must divide "
                 f"draft.num_attention_heads={self.num_attention_heads}"
             )
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"draft.num_attention_heads={self.num_attention_heads} must divide the hidden size "
+                f"{self.hidden_size}: a server does not read config.json otherwise"
+            )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft.vocab_size={self.draft_vocab_size} exceeds the target's {self.vocab_size}"
@@ -72,25 +77,35 @@ class DrafterConfig:
     def for_target(cls, target: dict[str, Any], num_aux: int, **overrides: Any) -> DrafterConfig:
         """A drafter whose layers are shaped like the target's (its config.json), with overrides.
 
-        A mixture-of-experts or MLA target has no usable head or MLP shape: heads of 128 and the
-        dense `intermediate_size` are taken then. Overrides that are None are ignored.
+        An MLA target has no usable head shape: heads of 128 are taken then, and of any target whose
+        heads do not divide its hidden size as many as do. Overrides that are None are ignored.
+
+        Raises:
+            UserError: config.json lacks a size.
         """
         mla = "kv_lora_rank" in target
+        if not (mla or target.get("num_attention_heads")):
+            raise UserError("the target's config.json has no num_attention_heads")
         heads = max(1, target["hidden_size"] // 128) if mla else target["num_attention_heads"]
         kv_heads = max(1, heads // 7) if mla else target.get("num_key_value_heads") or heads
         head_dim = 128 if mla else target.get("head_dim") or target["hidden_size"] // heads
+        if target["hidden_size"] % heads:  # GLM-4.5: 96 heads of 128, hidden size 5120
+            heads = max(1, target["hidden_size"] // head_dim)
+        while target["hidden_size"] % heads:
+            heads -= 1
+        kv_heads = min(kv_heads, heads)
         while heads % kv_heads:
             kv_heads -= 1
         rope = target.get("rope_parameters") or {}
         shape: dict[str, Any] = {
             "hidden_size": target["hidden_size"],
             "num_aux": num_aux,
-            "intermediate_size": target["intermediate_size"],
+            "intermediate_size": target.get("intermediate_size"),
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
             "vocab_size": target["vocab_size"],
-            "max_position_embeddings": target["max_position_embeddings"],
+            "max_position_embeddings": target.get("max_position_embeddings"),
             "rms_norm_eps": target.get("rms_norm_eps", 1e-5),
             "rope_theta": rope.get("rope_theta") or target.get("rope_theta", 10000.0),
         }

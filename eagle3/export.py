@@ -149,8 +149,10 @@ def rope_theta(data: dict[str, Any]) -> float:
     scaling, rope = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
     for found in (scaling, rope):
         kind = found.get("rope_type", found.get("type", "default"))
-        if kind != "default":
+        if kind != "default" or (found.get("factor") or 1) != 1:
             raise UserError(f"rope_type {kind}: only drafters with unscaled positions are read")
+    if (part := rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1))) != 1:
+        raise UserError(f"partial_rotary_factor {part}: only drafters that rotate all are read")
     return rope.get("rope_theta") or data.get("rope_theta") or 10000.0
 
 
@@ -254,6 +256,10 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
         found.append(f"hidden_act is {act}; SGLang's drafter has silu only")
     if data.get("norm_before_residual"):
         found.append("norm_before_residual is nothing that SGLang's drafter does")
+    if data.get("bias"):
+        found.append("bias would add biases that no tensor fills")
+    if not data.get("rope_is_neox_style", True):
+        found.append("rope_is_neox_style=false: our drafter rotates halves")
     if "norm_before_fc" in eagle and eagle["norm_before_fc"] != data.get(
         "norm_before_fc", eagle["norm_before_fc"]
     ):

@@ -189,6 +189,8 @@ def _config_problems(data: dict[str, Any]) -> list[str]:
         found.append(f"its layers are those of {layer.get('model_type')}, not of llama")
     if layer.get("attention_bias") or layer.get("mlp_bias"):
         found.append("its layers have biases")
+    if (act := layer.get("hidden_act", "silu")) != "silu":
+        found.append(f"its activation is {act}, not silu")
     return found
 
 

@@ -108,6 +108,12 @@ def test_damaged_tensors_are_named(
         ({"num_key_value_heads": None}, "k_proj.weight is [64, 256], not [128, 256]"),
         ({"rope_theta": 5.0}, "rope_theta"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"bias": True}, "bias would add"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_type default"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "must divide the hidden size 128"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"norm_before_residual": True}, "norm_before_residual"),
         ({"num_hidden_layers": 2}, "missing tensor layers.1.self_attn.q_proj"),
@@ -191,6 +197,27 @@ def test_a_target_that_leaves_its_key_value_heads_open(target: Target) -> None:
     config = {**target.config, "num_key_value_heads": None, "head_dim": None}
     shape = DrafterConfig.for_target(config, 3, draft_vocab_size=50)
     assert shape.num_key_value_heads == shape.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads", "found"),
+    [(5120, 96, 8, (40, 8)), (4096, 96, 8, (32, 8)), (4096, 32, 8, (32, 8)), (300, 7, 7, (2, 2))],
+)
+def test_heads_divide_the_hidden_size(
+    hidden: int, heads: int, kv_heads: int, found: tuple[int, int]
+) -> None:
+    """transformers refuses the config.json of others, in the server and in speculators' export."""
+    target = {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": 128, "intermediate_size": 64, "vocab_size": 100,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = DrafterConfig.for_target(target, 3, draft_vocab_size=50)
+    assert (config.num_attention_heads, config.num_key_value_heads) == found
+    assert config.head_dim == 128
+    for name in ("num_attention_heads", "intermediate_size", "max_position_embeddings"):
+        with pytest.raises(UserError, match=name):
+            DrafterConfig.for_target({**target, name: None}, 3, draft_vocab_size=50)
 
 
 def test_a_small_mla_target_gets_a_head() -> None:

@@ -178,6 +178,8 @@ class Deeper(Target):
         ({"embed_requires_grad": True}, "embeddings of its own"),
         ({"fc_norm": True}, "missing tensor fc_norm.0.weight"),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "qwen3"),
+        ({"transformer_layer_config": {"hidden_act": "gelu"}}, "activation is gelu"),
+        ({"transformer_layer_config": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             {"transformer_layer_config": {"rope_parameters": {"rope_type": "yarn"}}},
             "rope_type yarn",
