@@ -190,7 +190,7 @@ def main() -> None:
     story.seconds["parity"] = round(time.monotonic() - since, 1)
     parity = json.loads((config.eval_dir / "parity.json").read_text())
     store = StoreReader(config.store_dir)
-    labels = int(store.label_counts(range(len(store))).sum())
+    labels = int(store.generated_counts(range(len(store))).sum())
     results = json.loads((config.eval_dir / "results.json").read_text())
     write_json(
         arguments.out,

@@ -82,6 +82,14 @@ class Manifest:
             raise UserError(f"{folder} holds {found.kind!r}, expected {kind!r}")
         return found
 
+    @staticmethod
+    def of_ours(folder: Path) -> bool:
+        """Whether a folder has a manifest that is not some other tool's file of that name."""
+        try:
+            return "format" in json.loads((folder / NAME).read_text())
+        except (OSError, ValueError, TypeError):
+            return False
+
     def resumes(self, folder: Path, where: str, remedy: str, begun: bool = True) -> bool:
         """Whether the folder holds an earlier part of this same run.
 

@@ -1,11 +1,12 @@
 """Readers of the data forms people bring: one row in, one `Record` out, or a counted reason why
 not.
 
-Forms, told apart by their keys: our own responses (`messages` + `output_ids`), pre-tokenised
-(`input_ids` with a `loss_mask`, or a prompt's `input_ids` with `output_ids`), OpenAI `messages`,
-ShareGPT `conversations` (from/value or role/content), UltraChat `prompt` + `messages` or `data`,
-Alpaca (`instruction`/`input`/`output`), GSM8K (`question`/`answer`), MT-Bench `turns`, plain
-`prompt`. A row of any form may carry `weight`, the factor of its losses in training.
+Forms, told apart by their keys: pre-tokenised (`input_ids` with a `loss_mask`, or a prompt's
+`input_ids` with `output_ids`, which our own responses have as well), older responses of ours
+(`messages` + `output_ids`), OpenAI `messages`, ShareGPT `conversations` (from/value or
+role/content), UltraChat `prompt` + `messages` or `data`, Alpaca (`instruction`/`input`/`output`),
+GSM8K (`question`/`answer`), MT-Bench `turns`, plain `prompt`. A row of any form may carry `weight`,
+the factor of its losses in training.
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ def stream(
         except RowError as error:
             unusable[str(error)] += 1
             continue
+        except RecursionError:
+            unusable["nested too deep"] += 1
+            continue
         except UserError as error:
             raise UserError(f"{path}, {place}: {error}") from error
         found += 1
@@ -172,7 +176,9 @@ def _pretokenised(id: str, row: dict[str, Any], weight: float) -> Record:
         ids = ids + row["output_ids"]
     if not isinstance(mask, list) or len(ids) != len(mask) or not ids:
         raise RowError("input_ids without output_ids or a loss_mask of the same length")
-    mask = [int(bool(m)) for m in mask]
+    if not all(isinstance(m, int | float) and m in (0, 1) for m in mask):
+        raise RowError("a loss_mask of other values than 0 and 1")
+    mask = [int(m) for m in mask]
     return Record(id=id, input_ids=ids, loss_mask=mask, weight=weight)
 
 
@@ -218,7 +224,9 @@ def _message(turn: Any) -> Message:
     role = ROLES.get(str(turn.get("role") or turn.get("from")))
     if role is None:
         raise RowError("unknown role")
-    content = turn.get("content", turn.get("value"))
+    content = turn.get("content")
+    if content is None:
+        content = turn.get("value")
     if isinstance(content, list):  # OpenAI content parts
         if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             raise RowError("content that is not text")

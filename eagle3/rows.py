@@ -1,7 +1,8 @@
 """Rows of the files and data sets that people bring, as they are.
 
 JSON Lines and JSON are read row by row, so that mixed types across rows cannot break a schema;
-Parquet and hub data sets go through `datasets`.
+Parquet and hub data sets go through `datasets`, which gives every object the keys of all: what is
+null there is left out again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
             ) from error
         yield from _numbered(data if isinstance(data, list) else [data])
     else:
-        yield from _numbered(_data_set(path, split))
+        yield from _numbered(map(_without_nulls, _data_set(path, split)))
 
 
 @contextmanager
@@ -106,6 +107,15 @@ def _data_set(path: str, split: str) -> Iterable[Any]:
             f"{path} (split {split}) cannot be read, neither as a .jsonl, .json or .parquet file "
             f"nor from the hub: {type(error).__name__}: {error}"
         ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without keys whose value is None, also of objects inside it."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
+        return [_without_nulls(part) for part in value]
+    return value
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

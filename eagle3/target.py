@@ -23,6 +23,8 @@ EMBEDDING_NAMES = (
     "language_model.model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
 )
+OLDER_VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
+"""Files of tokenizers that come without a tokenizer.json."""
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 BLOCK_BYTES = 4096
 BLOCKS, LEAST_BLOCKS = 256, 16
@@ -175,6 +177,8 @@ class Target:
     def _tokenizer_hash(self) -> str:
         """Of what decides token ids: vocabulary, merges and chat template."""
         vocabularies = [self.folder / name for name in ("tokenizer.json", "tiktoken.model")]
+        if not any(path.exists() for path in vocabularies):
+            vocabularies = [self.folder / name for name in OLDER_VOCABULARIES]
         template, settings = (
             self.folder / name for name in ("chat_template.jinja", "tokenizer_config.json")
         )

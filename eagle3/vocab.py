@@ -26,7 +26,7 @@ class DraftVocab:
         """The `size` most frequent target tokens; ties and padding go to the lowest ids.
 
         Args:
-            counts: occurrences of each target id among the supervised labels [vocab_size].
+            counts: how often the target generated each token id [vocab_size].
 
         Raises:
             UserError: the target has fewer tokens than `size`.
@@ -76,5 +76,5 @@ class DraftVocab:
         return index
 
     def coverage(self, counts: Tensor) -> float:
-        """Share of supervised labels that the drafter can propose at all."""
+        """Share of generated tokens that the drafter can propose at all."""
         return (counts[self.target_ids].sum() / counts.sum().clamp(min=1)).item()

@@ -54,7 +54,7 @@ def acceptance(histograms: list[list[int]], seed: int = 0) -> Acceptance:
     marginal = marginals(table.sum(axis=0))
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(table), size=(RESAMPLES, len(table)))
-    sampled = marginals(table[picks].sum(axis=1))
+    sampled = marginals(np.stack([table[pick].sum(axis=0) for pick in picks]))
     step0 = np.percentile(sampled[:, 0], [2.5, 97.5])
     length = np.percentile(1 + sampled.sum(axis=1), [2.5, 97.5])
     if len(table) == 1:

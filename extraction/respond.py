@@ -52,10 +52,12 @@ def answer(
     """One response row; a prompt that the template or the server refuses (too long, say) gets an
     answer of no tokens.
 
-    With no `output_ids` at all, the prompt's own assistant turns would pass for answers.
+    With no `output_ids` at all, the prompt's own assistant turns would pass for answers. The
+    prompt's token ids go with them: a template may render another date tomorrow.
     """
     try:
-        reply = client.generate(encoder.prompt(record.prompt, record.tools), sampling)
+        input_ids = encoder.prompt(record.prompt, record.tools)
+        reply = client.generate(input_ids, sampling)
     except (RowError, RequestRefused) as refusal:
         log.warning("prompt %s: %s", record.id, refusal)
         return {
@@ -68,6 +70,7 @@ def answer(
     row: dict[str, Any] = {
         "id": record.id,
         "messages": [*record.prompt, {"role": "assistant", "content": text}],
+        "input_ids": input_ids,
         "output_ids": reply.output_ids,
         "finish": reply.finish,
     }

@@ -146,7 +146,7 @@ def _on_policy(folder: Path, target: Target) -> bool:
         UserError: responses that are not all there yet, or of a model with another tokenizer (they
             hold token ids).
     """
-    if not (folder / NAME).exists():
+    if not Manifest.of_ours(folder):
         return False
     manifest = Manifest.load(folder, "responses")
     if not manifest.facts.get("complete"):

@@ -39,14 +39,14 @@ def open_store(config: Config, target: Target) -> StoreReader:
 def draft_vocab(
     config: Config, reader: StoreReader, train_samples: Sequence[int]
 ) -> tuple[DraftVocab, float]:
-    """The draft vocabulary, and the share of the training labels it covers.
+    """The draft vocabulary, and the share of the generated tokens it covers.
 
     Built from the training labels; a drafter to start from keeps its own.
 
     Raises:
         UserError: there is no label, or no such drafter.
     """
-    counts = reader.label_counts(train_samples)
+    counts = reader.generated_counts(train_samples)
     if not counts.any():
         raise UserError(
             f"no training sample in {config.store_dir} has a token that the target generated, so "

@@ -130,8 +130,8 @@ class StoreReader:
         """Whole samples as one batch on the CPU, the states as the codec decodes them."""
         return self.pack(numbers).to("cpu")
 
-    def label_counts(self, numbers: Sequence[int]) -> Tensor:
-        """How often each target id is a supervised label in these samples [vocab_size], int64.
+    def generated_counts(self, numbers: Sequence[int]) -> Tensor:
+        """How often the target generated each token id in these samples [vocab_size], int64.
 
         A sample counts as often as it is named. Reads each shard's tokens once, and holds those of
         one shard at a time.

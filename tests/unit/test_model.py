@@ -23,7 +23,7 @@ class Store:
     def __init__(self, vocab_size: int) -> None:
         self.counts = torch.arange(vocab_size)
 
-    def label_counts(self, numbers: list[int]) -> torch.Tensor:
+    def generated_counts(self, numbers: list[int]) -> torch.Tensor:
         return self.counts
 
 

@@ -41,7 +41,8 @@ def test_prompts_without_answers() -> None:
 
 
 def test_pretokenised_and_responses() -> None:
-    assert parse({"input_ids": [1, 2], "loss_mask": [False, True]}, 0).loss_mask == [0, 1]
+    for mask in ([False, True], [0, 1], [0.0, 1.0]):
+        assert parse({"input_ids": [1, 2], "loss_mask": mask}, 0).loss_mask == [0, 1]
     assert parse({"messages": [USER, ASSISTANT], "output_ids": [5]}, 0).output_ids == [5]
 
 
@@ -59,6 +60,10 @@ def test_pretokenised_and_responses() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"messages": [USER], "tools": "{not json"}, "tools is not JSON"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "same length"),
+        ({"input_ids": [1, 2], "loss_mask": ["0", "1"]}, "other values than 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [-100, 5]}, "other values than 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [float("nan"), None]}, "other values than 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [[0], [1]]}, "other values than 0 and 1"),
     ],
 )
 def test_bad_rows_have_a_reason(row: object, reason: str) -> None:
@@ -115,6 +120,45 @@ def test_a_weight_that_is_none_names_file_line_and_remedy(tmp_path: Path, value:
     file.write_text('{"prompt": "q"}\n\n{"prompt": "p", "weight": ' + value + "}\n")
     with pytest.raises(UserError, match=r"rows.jsonl, line 3: weight .* correct it, or leave out"):
         read(str(file))
+
+
+def test_parquets_nulls_are_not_said(tmp_path: Path) -> None:
+    """Its schema gives every call the arguments of all, and every tool the keys of all."""
+    from datasets import Dataset
+
+    calls = [{"city": "Rome"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]}]
+    rows = [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": c}}]},
+            ],
+            "tools": [{"function": {"parameters": {"properties": {k: {"type": "x"} for k in c}}}}],
+        }
+        for c in calls
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "d.parquet"))
+    records, _ = read(str(tmp_path / "d.parquet"))
+    for record, row in zip(records, rows, strict=True):
+        assert record.messages[1]["tool_calls"] == row["messages"][1]["tool_calls"]
+        assert record.tools == row["tools"]
+
+
+def test_a_null_column_beside_a_turns_text_is_as_if_absent() -> None:
+    turns = [{"from": "human", "value": "q", "content": None}, ASSISTANT]
+    assert parse({"conversations": turns}, 0).messages == [USER, ASSISTANT]
+
+
+def test_a_row_nested_too_deep_is_counted(tmp_path: Path) -> None:
+    deep: dict = {}
+    for _ in range(600):
+        deep = {"a": deep}
+    call = {"function": {"name": "f", "arguments": deep}}
+    bad = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    rows = [json.dumps(bad), json.dumps({"messages": [USER, ASSISTANT]})]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    found, skipped = read(str(tmp_path / "d.jsonl"))
+    assert len(found) == 1 and skipped == {"nested too deep": 1}
 
 
 def test_a_bad_weight_in_parquet_names_the_row(tmp_path: Path) -> None:

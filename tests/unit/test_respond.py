@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from eagle3.chat import ChatEncoder
 from eagle3.config import Config
 from eagle3.errors import UserError
 from eagle3.lock import exclusive
+from eagle3.records import parse
 from eagle3.serving.client import Answer, Client, RequestRefused
 from eagle3.serving.server import Server
 from eagle3.target import Target
@@ -57,6 +59,21 @@ def config(target: Target, folder: Path, rows: Sequence[dict[str, Any]] = PROMPT
     found.target.path = str(target.folder)
     found.data.prompts = str(prompts)
     return found
+
+
+def test_what_was_answered_is_on_record_as_tokens(
+    target: Target, tmp_path: Path, fake: Fake
+) -> None:
+    """So that a template that renders today's date makes the same sample tomorrow."""
+    output = respond.respond(config(target, tmp_path))
+    encoder = ChatEncoder(target.tokenizer)
+    rows = [json.loads(line) for line in output.open()]
+    assert rows
+    for row in rows:
+        prompt = encoder.prompt(row["messages"][:-1], row.get("tools"))
+        (sample,) = encoder.encode(parse(row, 0))
+        assert row["input_ids"] == prompt and sample.input_ids == prompt + row["output_ids"]
+        assert sample.loss_mask == [0] * len(prompt) + [1] * len(row["output_ids"])
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.37, 0.8, 1.0])

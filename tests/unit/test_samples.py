@@ -57,6 +57,16 @@ def test_what_this_target_is_not_known_to_have_said_is_weighted(
         assert found == [1, 0.5, 2, 2 * factor, factor, 3 * factor]
 
 
+@pytest.mark.parametrize("text", ['{"files": []}', "[1]", "not JSON"])
+def test_another_tools_manifest_says_nothing_about_the_answers(
+    target: Target, tmp_path: Path, text: str
+) -> None:
+    logs = write(tmp_path / "logs" / "logs.jsonl", None)
+    (tmp_path / "logs" / "manifest.json").write_text(text)
+    (sample,) = load(config(target, tmp_path, logs, off_policy_weight=0.5), target)[0]
+    assert sample.weight == 0.5
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_factor_that_is_none_is_refused(target: Target, tmp_path: Path, factor: float) -> None:
     run = config(target, tmp_path, write(tmp_path / "a.jsonl", None), off_policy_weight=factor)

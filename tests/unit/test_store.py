@@ -199,9 +199,9 @@ def test_a_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
     assert sum(reader.damaged(n) for n in range(len(reader))) == 1
 
 
-def test_label_counts_are_those_of_generated_tokens(tmp_path: Path) -> None:
+def test_generated_counts_are_those_of_generated_tokens(tmp_path: Path) -> None:
     write(tmp_path / "s")
-    counts = StoreReader(tmp_path / "s").label_counts(range(len(MASKS)))
+    counts = StoreReader(tmp_path / "s").generated_counts(range(len(MASKS)))
     expected = np.zeros(50, dtype=int)
     for sample in samples():
         for token in sample.input_ids[sample.loss_mask.bool()].tolist():
@@ -220,15 +220,15 @@ def test_labels_of_some_samples_are_counted_as_one_by_one(
     for number in numbers:
         ids, mask = reader.tokens(number)
         expected += torch.bincount(ids[mask], minlength=50)
-    found = reader.label_counts(numbers)
+    found = reader.generated_counts(numbers)
     assert found.dtype == torch.int64 and torch.equal(found, expected)
-    assert torch.equal(reader.label_counts(np.array(numbers, dtype=np.int32)), expected)
+    assert torch.equal(reader.generated_counts(np.array(numbers, dtype=np.int32)), expected)
 
 
 def test_labels_of_a_sample_that_is_not_there_are_not_counted(tmp_path: Path) -> None:
     write(tmp_path / "s")
     with pytest.raises(IndexError):
-        StoreReader(tmp_path / "s").label_counts([0, len(MASKS)])
+        StoreReader(tmp_path / "s").generated_counts([0, len(MASKS)])
 
 
 def test_budget_predicts_the_size_on_disk(tmp_path: Path) -> None:

@@ -44,6 +44,21 @@ def test_an_adapter_merged_into_the_layers_makes_another_target(folder: Path, la
     assert {key for key in before if before[key] != after[key]} == {"weights"}
 
 
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer.model"])
+def test_a_tokenizer_without_tokenizer_json_is_known_by_its_other_files(
+    folder: Path, name: str
+) -> None:
+    (folder / name).write_text("a b\n")
+    before = Target.resolve(str(folder)).identity()
+    (folder / name).write_text("a c\n")
+    assert Target.resolve(str(folder)).identity() == before  # nothing reads it beside the other
+    (folder / "tokenizer.json").unlink()
+    changed = Target.resolve(str(folder)).identity()
+    (folder / name).write_text("a b\n")
+    again = Target.resolve(str(folder)).identity()
+    assert {key for key in again if again[key] != changed[key]} == {"tokenizer"}
+
+
 def test_a_pointer_in_place_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_text(POINTER)
     identity_refused(folder, r"model\.safetensors is damaged, or a Git LFS pointer")
