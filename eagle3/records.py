@@ -227,10 +227,12 @@ def _message(turn: Any) -> Message:
     content = turn.get("content")
     if content is None:
         content = turn.get("value")
-    if isinstance(content, list):  # OpenAI content parts
+    if isinstance(
+        content, list
+    ):  # OpenAI content parts, put together as SGLang's chat endpoint does
         if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             raise RowError("content that is not text")
-        content = _joined("", [part.get("text") for part in content])
+        content = _joined(" ", [part.get("text") for part in content])
     message: Message = {"role": role, "content": content}
     for key in ("reasoning_content", "tool_call_id", "name"):
         if turn.get(key) is not None:

@@ -144,6 +144,12 @@ def test_parquets_nulls_are_not_said(tmp_path: Path) -> None:
         assert record.tools == row["tools"]
 
 
+def test_parts_are_put_together_as_sglangs_chat_endpoint_does() -> None:
+    parts = [{"type": "text", "text": "Look at this."}, {"type": "text", "text": "What is it?"}]
+    record = parse({"messages": [{"role": "user", "content": parts}, ASSISTANT]}, 0)
+    assert record.messages[0]["content"] == "Look at this. What is it?"
+
+
 def test_a_null_column_beside_a_turns_text_is_as_if_absent() -> None:
     turns = [{"from": "human", "value": "q", "content": None}, ASSISTANT]
     assert parse({"conversations": turns}, 0).messages == [USER, ASSISTANT]
