@@ -61,11 +61,6 @@ class DrafterConfig:
                 f"draft.num_key_value_heads={self.num_key_value_heads} must divide "
                 f"draft.num_attention_heads={self.num_attention_heads}"
             )
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"draft.num_attention_heads={self.num_attention_heads} must divide the hidden size "
-                f"{self.hidden_size}: a server does not read config.json otherwise"
-            )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft.vocab_size={self.draft_vocab_size} exceeds the target's {self.vocab_size}"
@@ -81,7 +76,7 @@ class DrafterConfig:
         heads do not divide its hidden size as many as do. Overrides that are None are ignored.
 
         Raises:
-            UserError: config.json lacks a size.
+            UserError: config.json lacks a size, or the overrides cannot be.
         """
         mla = "kv_lora_rank" in target
         if not (mla or target.get("num_attention_heads")):
@@ -109,7 +104,13 @@ class DrafterConfig:
             "rms_norm_eps": target.get("rms_norm_eps", 1e-5),
             "rope_theta": rope.get("rope_theta") or target.get("rope_theta", 10000.0),
         }
-        return cls(**{**shape, **{k: v for k, v in overrides.items() if v is not None}})
+        found = cls(**{**shape, **{k: v for k, v in overrides.items() if v is not None}})
+        if found.hidden_size % found.num_attention_heads:
+            raise UserError(
+                f"draft.num_attention_heads={found.num_attention_heads} must divide the target's "
+                f"hidden size {found.hidden_size}: a server does not read config.json otherwise"
+            )
+        return found
 
 
 class RMSNorm(nn.Module):

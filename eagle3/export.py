@@ -224,6 +224,8 @@ def problems(folder: Path) -> list[str]:
         config = drafter_config(data)
     except UNREADABLE as error:
         return [*found, unreadable(error)]
+    if config.hidden_size % config.num_attention_heads:
+        found.append("num_attention_heads does not divide hidden_size, which SGLang does not read")
     # SGLang loads every such file of the folder, whatever its name
     others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != WEIGHTS)
     found += [f"{name} beside {WEIGHTS} would be loaded as well" for name in others]

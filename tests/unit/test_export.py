@@ -113,7 +113,7 @@ def test_damaged_tensors_are_named(
         ({"rope_scaling": {"factor": 4.0}}, "rope_type default"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "must divide the hidden size 128"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "does not divide hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"norm_before_residual": True}, "norm_before_residual"),
         ({"num_hidden_layers": 2}, "missing tensor layers.1.self_attn.q_proj"),
@@ -215,6 +215,10 @@ def test_heads_divide_the_hidden_size(
     config = DrafterConfig.for_target(target, 3, draft_vocab_size=50)
     assert (config.num_attention_heads, config.num_key_value_heads) == found
     assert config.head_dim == 128
+    with pytest.raises(UserError, match="draft.num_attention_heads=11 must divide"):
+        DrafterConfig.for_target(
+            target, 3, draft_vocab_size=50, num_attention_heads=11, num_key_value_heads=1
+        )
     for name in ("num_attention_heads", "intermediate_size", "max_position_embeddings"):
         with pytest.raises(UserError, match=name):
             DrafterConfig.for_target({**target, name: None}, 3, draft_vocab_size=50)
