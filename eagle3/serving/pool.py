@@ -29,6 +29,10 @@ class _Member(Generic[T]):
     under_way: int = 0
     resting_until: float | None = None
     """time.monotonic(), or None for one that is at work."""
+    asked: bool = False
+    """Whether somebody is asking it whether it is back."""
+    answered: float = float("-inf")
+    """When it last did a piece of work, time.monotonic()."""
 
 
 class Pool(Generic[T]):
@@ -60,7 +64,10 @@ class Pool(Generic[T]):
         for last in (*[False] * (MAX_TRIES - 1), True):
             member = self._acquire(failed)
             try:
-                return work(member.value)
+                result = work(member.value)
+                with self._lock:  # whatever failed there before: it is at work
+                    member.answered, member.resting_until = time.monotonic(), None
+                return result
             except RequestRefused:
                 raise
             except RequestFailed as error:
@@ -82,17 +89,18 @@ class Pool(Generic[T]):
             failed: how often each server failed at this piece of work: one that fails fast is never
                 busy.
         """
-        deadline = time.monotonic() + self._patience_s
+        arrived = time.monotonic()
         while True:
-            self._wake()
             with self._lock:
+                self._ask_the_rested()
                 ready = [m for m in self._members if m.resting_until is None]
                 if ready:
                     member = min(ready, key=lambda m: (failed[m.server.url], m.under_way))
                     member.under_way += 1
                     return member
                 gone = all(m.server.ended() for m in self._members)
-            if gone or time.monotonic() > deadline:
+                last = max(arrived, *(m.answered for m in self._members))
+            if gone or time.monotonic() > last + self._patience_s:
                 tails = "\n".join(m.server.last_words() for m in self._members)
                 raise RequestFailed(
                     f"no server answers any more. What is committed stays; run the same command "
@@ -100,17 +108,20 @@ class Pool(Generic[T]):
                 )
             time.sleep(0.2)
 
-    def _wake(self) -> None:
-        """Ask servers whose rest is over whether they are back."""
+    def _ask_the_rested(self) -> None:
+        """Have servers whose rest is over asked whether they are back, each by a thread of its own:
+        one that hangs must not hold up who has work for the others. Call with the lock held."""
+        now = time.monotonic()
+        for member in self._members:
+            rested = member.resting_until is not None and member.resting_until <= now
+            if rested and not member.asked:
+                member.asked = True
+                threading.Thread(target=self._ask, args=[member], daemon=True).start()
+
+    def _ask(self, member: _Member[T]) -> None:
+        back = not member.server.ended() and member.server.client.answers()
         with self._lock:
-            now = time.monotonic()
-            due = [
-                m for m in self._members if m.resting_until is not None and m.resting_until <= now
-            ]
-            for member in due:
-                member.resting_until = now + REST_S  # nobody else asks meanwhile
-        for member in due:
-            if not member.server.ended() and member.server.client.answers():
-                log.info("%s is at work again", member.server.url)
-                with self._lock:
-                    member.resting_until = None
+            member.asked = False
+            member.resting_until = None if back else time.monotonic() + REST_S
+        if back:
+            log.info("%s is at work again", member.server.url)

@@ -77,6 +77,52 @@ def test_a_server_that_comes_back_gets_work_again() -> None:
     assert pool.run(lambda s: s.work(7)) == 70
 
 
+def test_a_server_that_hangs_does_not_hold_up_the_work_of_others() -> None:
+    """Neither does asking it whether it is back: one at a time, and by nobody who has work."""
+    a, b = Fake("a"), Fake("b")
+    asked, going_on = [], threading.Event()
+
+    def hang() -> bool:
+        asked.append(1)
+        return going_on.wait(20)
+
+    b.answers = hang  # type: ignore[method-assign]
+    pool = pool_of(a, b)
+    b.up = False
+    start = time.monotonic()
+    assert list(in_order(lambda n: pool.run(lambda s: s.work(n)), range(200), 4)) == [
+        10 * n for n in range(200)
+    ]
+    assert time.monotonic() - start < 5 and asked == [1]
+    going_on.set()
+
+
+def test_a_busy_server_is_not_taken_for_dead_after_one_failure() -> None:
+    """What it had under way goes on being answered, later than its patience would last."""
+    a = Fake("a")
+    a.answers = lambda: False  # type: ignore[method-assign]  # the question waits in its queue
+    failed = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0:
+            time.sleep(0.1)
+            failed.set()
+            raise RequestFailed("HTTP 503")
+        failed.wait()
+        time.sleep(0.3 * item)
+        return item
+
+    pool = pool_of(a, patience_s=0.7)
+    tries = Counter()
+
+    def once(item: int) -> int:
+        tries[item] += 1
+        return work(item) if tries[item] == 1 else item
+
+    found = list(in_order(lambda n: pool.run(lambda _: once(n)), range(5), 5))
+    assert found == list(range(5)) and tries[0] == 2
+
+
 def test_patience_ends() -> None:
     a = Fake("a")
     a.up = False
