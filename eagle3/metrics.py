@@ -122,8 +122,18 @@ class Metrics:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a metrics file; a torn last line is dropped."""
+    """Whole lines of a metrics file; a torn last line is dropped.
+
+    Raises:
+        UserError: another line is damaged.
+    """
     if not path.exists():
         return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+    try:
+        text = path.read_text()
+        found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+        return [{**line, "step": line["step"]} for line in found]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error!r}): correct the line, or remove it, it only keeps figures"
+        ) from error

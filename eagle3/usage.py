@@ -17,7 +17,8 @@ PERIOD_S = 2.0
 
 @contextlib.contextmanager
 def recorded(name: str, path: Path) -> Iterator[None]:
-    """Add {name: {seconds, peak_memory_gb}} to the JSON file at `path` when the block succeeds.
+    """Add {name: {seconds, peak_memory_gb}} to the JSON file at `path` when the block succeeds; to
+    what the same command took before, since it goes on where it was.
 
     Memory is the proportional set size summed over the process tree, so that what processes share
     counts once; it is sampled every PERIOD_S seconds.
@@ -45,9 +46,10 @@ def recorded(name: str, path: Path) -> Iterator[None]:
         stop.set()
         thread.join()
     usage = read(path)  # again: other commands may have come to their end
+    before = usage.get(name, {"seconds": 0.0, "peak_memory_gb": 0.0})  # it was resumed
     usage[name] = {
-        "seconds": round(time.monotonic() - start, 1),
-        "peak_memory_gb": round(peak, 2),
+        "seconds": round(before["seconds"] + time.monotonic() - start, 1),
+        "peak_memory_gb": round(max(before["peak_memory_gb"], peak), 2),
     }
     write_json(path, usage)
 

@@ -61,16 +61,6 @@ def _comparable(key: str, value: Any) -> Any:
     return Path(value).resolve() if key in PATHS and value else value
 
 
-def tell_other_target(found: dict[str, Any], names: set[str], url: str) -> None:
-    """Warn that a server knows its model by another name than the target's.
-
-    It may be the same model all the same: elsewhere it lies in another folder.
-    """
-    served = found.get("model_path")
-    if _comparable("model_path", served) not in {_comparable("model_path", n) for n in names}:
-        log.warning("%s serves %s: is it the target, %s?", url, served, " or ".join(sorted(names)))
-
-
 def require_room(
     found: dict[str, Any],
     prompts: dict[str, list[Prompt]],

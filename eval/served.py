@@ -13,14 +13,14 @@ from eagle3 import provenance
 from eagle3.config import Config, EvalConfig
 from eagle3.manifest import Manifest
 from eagle3.serving.client import Client, RequestFailed
-from eagle3.serving.from_config import get_server
+from eagle3.serving.from_config import get_server, tell_other_target
 from eagle3.target import Target
 from eval.benchmarks import Prompt
 from eval.differences import Differences, differences
 from eval.kept import KIND, Kept
 from eval.measure import Run, histograms, measure
 from eval.outputs import Place, Runs
-from eval.requirements import require_room, require_settings, tell_other_target
+from eval.requirements import require_room, require_settings
 from eval.speculation import Speculation
 
 log = logging.getLogger(__name__)

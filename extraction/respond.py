@@ -26,7 +26,7 @@ from eagle3.lock import exclusive
 from eagle3.manifest import Manifest
 from eagle3.records import Record, RowError, read
 from eagle3.serving.client import Client, RequestRefused, in_order
-from eagle3.serving.from_config import get_servers
+from eagle3.serving.from_config import get_servers, tell_other_target
 from eagle3.serving.pool import Pool
 from eagle3.target import Target
 
@@ -153,6 +153,10 @@ def _answer_rest(config: Config, target: Target, work: list[Record], output: Pat
     log_file = config.run_dir / "logs" / "respond-server.log"
     envs: list[dict[str, str]] = [{}] * config.server.replicas
     with get_servers(config.server, target.folder, log_file, envs=envs) as servers:
+        if config.server.urls:
+            for server in servers:
+                names = {config.target.path, str(target.folder)}
+                tell_other_target(server.client.info(), names, server.url)
         pool = Pool([(s, s.client) for s in servers], config.server.patience_s)
         with (
             output.open("a", encoding="utf-8") as file,

@@ -9,13 +9,15 @@ temporary name and renamed.
     step-00000200/exp_avg_sq.safetensors       its second moment
     step-00000200/momentum_buffer.safetensors  Muon's momentum, of the weights that Muon steps
     step-00000200/ema.safetensors              moving average of the weights, if train.ema is set
-    step-00000200/state.json                   step; validation results if it was validated
+    step-00000200/state.json                   step, which of these parts it has; validation
+                                               results if it was validated
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,15 @@ from training.weights import restore, state_kinds, trainable, whole
 from training.world import World
 
 log = logging.getLogger(__name__)
+NAME = re.compile(r"step-\d{8,}")
+"""Of a checkpoint's folder; others beside them are their owner's."""
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", EMA)
 
 
 def folders(root: Path) -> list[Path]:
     """Checkpoints under `root`, oldest first."""
-    return sorted(p for p in root.glob("step-*") if (p / "state.json").exists())
+    own = (p for p in root.glob("step-*") if NAME.fullmatch(p.name))
+    return sorted(p for p in own if (p / "state.json").exists())
 
 
 def choose(root: Path, which: str) -> Path:
@@ -94,7 +99,7 @@ def weights(folder: Path, kind: str = "drafter") -> dict[str, Tensor]:
 
 def has_average(folder: Path) -> bool:
     """Whether the run kept a moving average of its weights."""
-    return _file(folder, EMA).exists()
+    return _has(folder, EMA)
 
 
 def save(engine: Any, root: Path, state: dict[str, Any], keep: int, world: World) -> None:
@@ -118,7 +123,9 @@ def save(engine: Any, root: Path, state: dict[str, Any], keep: int, world: World
         stays = best(found)
         for old in found[:-keep]:
             if old != stays:
-                shutil.rmtree(old)
+                gone = root / f".{old.name}.tmp"  # swept by the next save if this is killed
+                old.rename(gone)
+                shutil.rmtree(gone)
 
 
 def _write(root: Path, state: dict[str, Any], parts: dict[str, dict[str, Tensor]]) -> str | None:
@@ -131,7 +138,7 @@ def _write(root: Path, state: dict[str, Any], parts: dict[str, dict[str, Tensor]
         temporary.mkdir(parents=True)
         for kind, part in parts.items():
             save_file(part, _file(temporary, kind))
-        write_json(temporary / "state.json", state)
+        write_json(temporary / "state.json", {**state, "parts": sorted(parts)})
         for file in temporary.iterdir():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -181,8 +188,14 @@ def _gather(engine: Any, keep: bool) -> dict[str, dict[str, Tensor]]:
 
 def load_optimizer(engine: Any, folder: Path) -> None:
     """Put master weights and optimizer state into an initialised engine."""
-    states = {kind: _load(folder, kind) for kind in STATES if _file(folder, kind).exists()}
+    states = {kind: _load(folder, kind) for kind in STATES if _has(folder, kind)}
     restore(engine, weights(folder), states, load_state(folder)["step"])
+
+
+def _has(folder: Path, kind: str) -> bool:
+    """Whether a checkpoint was saved with this part; the earliest do not say."""
+    parts = load_state(folder).get("parts")
+    return _file(folder, kind).exists() if parts is None else kind in parts
 
 
 def _load(folder: Path, kind: str) -> dict[str, Tensor]:

@@ -247,6 +247,12 @@ class Trainer:
         if found and not self.config.train.resume:
             raise UserError(f"{self.root} holds checkpoints and train.resume is false")
         remedy = "Resume with the same configuration, or choose another run_name or train_dir."
+        if found and not Manifest.of_ours(self.root):
+            raise UserError(
+                f"{self.root} holds checkpoints and no manifest that says of what: put theirs back "
+                "(manifest.json of the folder they are from), or choose another run_name or "
+                "train_dir"
+            )
         resumes = self.manifest.resumes(self.root, f"{self.root}", remedy, begun=bool(found))
         if resumes:
             self.split.require_same(Manifest.load(self.root, KIND).facts, self.root)

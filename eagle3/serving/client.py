@@ -23,6 +23,10 @@ REFUSED = {400, 413, 422}
 or when (408, 429)."""
 
 
+NO_ANSWER = (ValueError, KeyError, TypeError, AttributeError)
+"""What a reply of another form makes its readers raise."""
+
+
 class RequestFailed(RuntimeError):
     """The server refused a request, or stayed unreachable through all retries."""
 
@@ -77,7 +81,15 @@ class Client:
             reply = self._session.post(f"{self.url}/generate", json=body, timeout=30)
         except requests.RequestException as error:
             return f"{type(error).__name__}: {error}"
-        return None if reply.ok else f"HTTP {reply.status_code}: {reply.text[:300]}"
+        if not reply.ok:
+            return f"HTTP {reply.status_code}: {reply.text[:300]}"
+        try:
+            _answer(reply.json(), 0.0)
+        except NO_ANSWER:
+            return f"what answers is not SGLang: {reply.text[:100]!r}"
+        except (RequestFailed, requests.ConnectionError) as error:
+            return str(error)
+        return None
 
     def info(self) -> dict[str, Any]:
         """The server's arguments and state.
@@ -91,7 +103,12 @@ class Client:
             except requests.RequestException as error:
                 raise RequestFailed(f"{self.url}{path}: {type(error).__name__}: {error}") from error
             if reply.ok:
-                return reply.json()
+                try:
+                    return dict(reply.json())
+                except NO_ANSWER as error:
+                    raise RequestFailed(
+                        f"{self.url}{path} is not SGLang's server info: {reply.text[:100]!r}"
+                    ) from error
         raise RequestFailed(f"{self.url} gives no server info: HTTP {reply.status_code}")
 
     def generate(
@@ -135,7 +152,12 @@ class Client:
                     self.url + path, json=body, timeout=self.timeout_s, stream="stream" in body
                 ) as reply:
                     if reply.ok:
-                        answer = read(reply, start)
+                        try:
+                            answer = read(reply, start)
+                        except NO_ANSWER as error:
+                            raise requests.ConnectionError(
+                                f"what came is no answer of SGLang's ({error!r})"
+                            ) from error
                         answer.retries = attempt
                         return answer
                     text = reply.text[:300]
@@ -211,7 +233,7 @@ def _answer(data: dict[str, Any], seconds: float) -> Answer:
     if reason.get("type") == "abort":
         raise _aborted(reason.get("status_code"), reason.get("message"))
     return Answer(
-        output_ids=data["output_ids"],
+        output_ids=list(data["output_ids"]),
         finish=reason.get("type", "unknown"),
         latency_s=seconds,
         text=data.get("text", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from eagle3.errors import UserError
 from eagle3.serving import cpu
 from eagle3.serving.server import Launch, Server, connect, launch
 from eagle3.serving.watch import Limits
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -95,6 +98,19 @@ def _gpus(args: dict[str, Any]) -> int:
 
     replicas = 1 if args.get("enable_dp_attention") else size("dp", "data")
     return size("tp", "tensor") * size("pp", "pipeline") * replicas
+
+
+def tell_other_target(found: dict[str, Any], names: set[str], url: str) -> None:
+    """Warn that a server knows its model by another name than the target's.
+
+    It may be the same model all the same: elsewhere it lies in another folder.
+
+    Args:
+        found: of `Client.info`. names: of the target.
+    """
+    served = found.get("model_path")
+    if served is None or Path(served).resolve() not in {Path(name).resolve() for name in names}:
+        log.warning("%s serves %s: is it the target, %s?", url, served, " or ".join(sorted(names)))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Checkpoints of a plain engine: AdamW on the parameters themselves, as in float32 with ZeRO 0."""
 
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3.config import OptimizerConfig
+from eagle3.config import Config, OptimizerConfig
 from eagle3.errors import UserError
 from eagle3.loss import Teacher
 from eagle3.ttt import TTTModel
 from tests.conftest import tiny_drafter
 from training import checkpoint, optimizer
 from training.engine import EngineModel
+from training.train import Trainer
 from training.world import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -117,6 +119,36 @@ def test_weights_pruned_while_they_are_read_are_told(tmp_path: Path) -> None:
     (folder / "drafter.safetensors").unlink()
     with pytest.raises(UserError, match="is gone"):
         checkpoint.weights(folder)
+
+
+def test_other_folders_beside_checkpoints_are_their_owners(tmp_path: Path) -> None:
+    save(engine(1), tmp_path, 1)
+    for name in ("step-00000001.bak", "step-mine"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    assert checkpoint.choose(tmp_path, "last").name == "step-00000001"
+    for step in (2, 3, 4):
+        save(engine(1), tmp_path, step)
+    assert {"step-00000001.bak", "step-mine"} < {f.name for f in tmp_path.iterdir()}
+
+
+def test_checkpoints_of_nobody_are_not_gone_on_with(tmp_path: Path) -> None:
+    """Copied without the manifest that says what they were trained from and how."""
+    save(engine(1), tmp_path, 900)
+    trainer = object.__new__(Trainer)
+    trainer.root, trainer.config = tmp_path, Config(run_name="x")
+    with pytest.raises(UserError, match="no manifest that says of what"):
+        trainer._resume_point()
+
+
+@pytest.mark.parametrize("kind", ["momentum_buffer", "ema", "exp_avg"])
+def test_a_part_that_is_missing_is_told(tmp_path: Path, kind: str) -> None:
+    source = engine(1)
+    save(source, tmp_path, 1)
+    folder = checkpoint.choose(tmp_path, "last")
+    (folder / f"{kind}.safetensors").unlink()
+    assert checkpoint.has_average(folder)
+    with pytest.raises(UserError, match=f"{kind}.safetensors is gone or damaged"):
+        checkpoint.load_optimizer(source, folder)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:

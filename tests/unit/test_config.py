@@ -78,6 +78,16 @@ def test_missing_values_are_named() -> None:
         ("run_name=", "run_name is empty"),
         ("+train.lr=1", r"'TrainConfig' object has no attribute 'lr': \+ only adds"),
         ("optimizer.beta2=1", "must be 0 or more and below 1"),
+        ("train.epochs=inf", "train.epochs=inf must be a finite number"),
+        ("verify.min_agreement=nan", "verify.min_agreement=nan must be a finite number"),
+        ("extract.max_rejected=nan", "extract.max_rejected=nan must be 0 or more"),
+        ("deepspeed.gradient_clipping=nan", "deepspeed.gradient_clipping=nan must be a finite"),
+        ("eval.plain_url=http://me:pass@host:1", "a server's URL holds a user or password"),
+        ("server.urls=[http://me@host]", "a server's URL holds a user or password"),
+        ("+server.args.tp-size=2", "server.args.tp-size: write flags with .* tp_size"),
+        ("+server.args.port=3", "server.args.port is decided by server.port"),
+        ("+server.args.model_path=x", "server.args.model_path is decided by target.path"),
+        ("+benchmark={_a: {path: p.jsonl}}", "benchmark._a: names have up to 64"),
     ],
 )
 def test_numbers_that_nothing_can_be_done_with_are_refused(override: str, told: str) -> None:

@@ -13,13 +13,14 @@ import pytest
 from eagle3.config import Config, EvalConfig, TargetConfig
 from eagle3.errors import UserError
 from eagle3.serving.client import Answer, Client, RequestFailed, RequestRefused
+from eagle3.serving.from_config import tell_other_target
 from eagle3.serving.server import Server
 from eagle3.target import Target
 from eval import served
 from eval.benchmarks import Prompt
 from eval.kept import Kept
 from eval.measure import HISTOGRAM, Run, histograms, measure
-from eval.requirements import require_measurable, require_room, require_settings, tell_other_target
+from eval.requirements import require_measurable, require_room, require_settings
 from eval.speculation import Speculation
 from eval.stats import acceptance
 

@@ -147,6 +147,11 @@ def test_usage_is_recorded_per_command(tmp_path: Path) -> None:
             time.sleep(0.1)
     found = json.loads(path.read_text())
     assert set(found) == {"extract", "train"} and found["train"]["peak_memory_gb"] > 0.01
+    with usage.recorded("train", path):  # goes on where it was, or does nothing
+        pass
+    again = json.loads(path.read_text())
+    assert again["extract"] == found["extract"]
+    assert all(again["train"][key] >= found["train"][key] for key in found["train"])
     with pytest.raises(ZeroDivisionError), usage.recorded("eval", path):
         1 / 0  # noqa: B018
     assert "eval" not in json.loads(path.read_text())

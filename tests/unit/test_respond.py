@@ -76,6 +76,17 @@ def test_what_was_answered_is_on_record_as_tokens(
         assert sample.loss_mask == [0] * len(prompt) + [1] * len(row["output_ids"])
 
 
+def test_a_running_server_that_serves_something_else_is_told_of(
+    target: Target, tmp_path: Path, fake: Fake, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run = config(target, tmp_path)
+    run.server.urls = [fake.url]
+    monkeypatch.setattr(fake, "info", lambda: {"model_path": "quite/another"}, raising=False)
+    respond.respond(run)
+    assert f"{fake.url} serves quite/another: is it the target" in caplog.text
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.37, 0.8, 1.0])
 def test_a_torn_file_is_gone_on_with_after_its_last_whole_line(
     target: Target, tmp_path: Path, fake: Fake, kept: float

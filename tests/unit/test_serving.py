@@ -117,6 +117,33 @@ def test_a_streamed_answer_is_its_last_event_and_knows_its_first(
     assert Client(url).generate([1], {}).first_s is None
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "", "<html>", "null", "[]", "{}", '{"error": "x"}', {**OK, "output_ids": None},
+        {**OK, "meta_info": None}, {**OK, "meta_info": {"finish_reason": "stop"}},
+        "data: {half\n\n" + events(OK), events("null"), events({**OK, "output_ids": None}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_of_another_form_is_tried_again(
+    http_server, monkeypatch: pytest.MonkeyPatch, body: dict | str, stream: bool
+) -> None:
+    monkeypatch.setattr("eagle3.serving.client.RETRY_WAITS_S", (0.0,))
+    url, replies = http_server
+    good = events(OK) if stream else OK
+    replies += [(200, body), (200, good)]
+    answer = Client(url).generate([1], {}, stream=stream)
+    assert answer.output_ids == [5] and answer.retries == 1
+    replies += [(200, body), (200, body)]
+    with pytest.raises(RequestFailed, match="no answer of SGLang's|broke off|aborted"):
+        Client(url).generate([1], {}, stream=stream)
+    replies.append((200, body))
+    assert Client(url).trouble() is not None
+    replies.append((200, OK))
+    assert Client(url).trouble() is None
+
+
 def test_the_first_token_is_timed_when_it_comes() -> None:
     class Slow(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
