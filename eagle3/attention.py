@@ -5,8 +5,8 @@ that row t itself produced at steps 1..k (the drafts it has already made). Lette
 query rows, N all rows, Q query heads, G key/value heads, D head size.
 
 `reference` is the definition, with an explicit mask over everything. `segmented` is the same sum
-over only the keys a query can see; it is what training uses on the
-plain path (`fast/flash.py` on a GPU).
+over only the keys a query can see; it is what training uses on the plain path
+(`fast/flash.py` on a GPU).
 """
 
 from __future__ import annotations

@@ -124,13 +124,10 @@ def _require(key: str, value: Any, words: str, holds: Callable[[float], bool]) -
 def _require_no_flag_of_ours(server: ServerConfig) -> None:
     for name in server.args:
         if "-" in name:
-            raise UserError(f"server.args.{name}: write flags with underscores, {_plain(name)}")
+            plain = name.lstrip("-").replace("-", "_")
+            raise UserError(f"server.args.{name}: write flags with underscores, {plain}")
         if instead := OURS.get(name):
             raise UserError(f"server.args.{name} is decided by {instead}; remove it")
-
-
-def _plain(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def _require_no_secret(server: ServerConfig) -> None:
