@@ -227,9 +227,7 @@ def _message(turn: Any) -> Message:
     content = turn.get("content")
     if content is None:
         content = turn.get("value")
-    if isinstance(
-        content, list
-    ):  # OpenAI content parts, put together as SGLang's chat endpoint does
+    if isinstance(content, list):  # OpenAI's parts, put together as SGLang's endpoint does
         if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             raise RowError("content that is not text")
         content = _joined(" ", [part.get("text") for part in content])

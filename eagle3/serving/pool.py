@@ -122,6 +122,9 @@ class Pool(Generic[T]):
         back = not member.server.ended() and member.server.client.answers()
         with self._lock:
             member.asked = False
-            member.resting_until = None if back else time.monotonic() + REST_S
+            if back:
+                member.resting_until = None
+            elif member.resting_until is not None:  # else it has done work meanwhile
+                member.resting_until = time.monotonic() + REST_S
         if back:
             log.info("%s is at work again", member.server.url)
